@@ -1,0 +1,57 @@
+"""jaxpage: serve and study large language models natively in JAX."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from jaxpage.config import AsyncEngineArgs, EngineArgs
+    from jaxpage.engine.async_engine import AsyncLLMEngine
+    from jaxpage.engine.llm import LLM
+    from jaxpage.request import (
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+        TextPrompt,
+        TokensPrompt,
+    )
+
+_HOME = {
+    "AsyncEngineArgs": "jaxpage.config",
+    "EngineArgs": "jaxpage.config",
+    "AsyncLLMEngine": "jaxpage.engine.async_engine",
+    "LLM": "jaxpage.engine.llm",
+    "CompletionOutput": "jaxpage.request",
+    "Logprob": "jaxpage.request",
+    "RequestOutput": "jaxpage.request",
+    "RequestOutputKind": "jaxpage.request",
+    "SamplingParams": "jaxpage.request",
+    "TextPrompt": "jaxpage.request",
+    "TokensPrompt": "jaxpage.request",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "EngineArgs",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use, so that the host packages and `--help` do not pay for importing jax.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,194 @@
+"""Engine options: what a user may set (``EngineArgs``) and what an engine runs with (``EngineConfig``).
+
+Nothing here imports jax: what depends on the device arrives as arguments of ``resolve``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from typing import Any
+
+from jaxpage.errors import ParameterError, shown
+from jaxpage.request import check_bool, check_float, check_int
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DTYPES = ("auto", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "xla")
+
+
+def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclasses.dataclass(kw_only=True)
+class EngineArgs:
+    """Options of an engine under vLLM's names. None means: chosen from the model and the device.
+
+    Raises:
+        ParameterError: for a value that is wrong, or whose feature jaxpage does not have.
+    """
+
+    model: str = _option(DEFAULT_MODEL, "built-in name, Hugging Face directory, .gguf file or hub id")
+    tokenizer: str | None = _option(None, "directory or .gguf file of the tokenizer, if not the model's own")
+    revision: str | None = _option(None, "branch, tag or commit of a hub id")
+    served_model_name: str | None = _option(None, "name clients use; default: the value of --model")
+    load_format: str = _option("auto", "auto reads the checkpoint; dummy makes random weights", LOAD_FORMATS)
+    dtype: str = _option("auto", "type of weights and activations; auto: float32 on CPU, else bfloat16", DTYPES)
+    kv_cache_dtype: str = _option("auto", "type of the KV cache; auto: as dtype", DTYPES)
+    seed: int = _option(0, "seed of requests that bring none, and of dummy weights")
+    max_model_len: int | None = _option(None, "tokens of prompt and output together; default: the model's limit")
+    max_num_seqs: int | None = _option(None, "requests in one step; default: 64 on CPU, 256 elsewhere")
+    max_num_batched_tokens: int | None = _option(None, "tokens in one step; default: 512 on CPU, 2048 elsewhere")
+    block_size: int | None = _option(None, "tokens in a KV block; default: 32 on CPU, 64 on TPU, 16 on GPU")
+    num_gpu_blocks_override: int | None = _option(None, "exact number of KV blocks, on any platform")
+    kv_cache_memory_bytes: int | None = _option(None, "bytes of the KV cache per device")
+    gpu_memory_utilization: float = _option(0.9, "share of the device's memory the engine may use, on accelerators")
+    enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal prompt prefixes")
+    enable_chunked_prefill: bool = _option(True, "split long prompts over steps")
+    max_logprobs: int = _option(20, "largest number of logprobs a request may ask for; -1: whole vocabulary")
+    tensor_parallel_size: int = _option(1, "devices a model is split over")
+    pipeline_parallel_size: int = _option(1, "stages a model is split into")
+    data_parallel_size: int = _option(1, "copies of the engine")
+    attention_implementation: str = _option("auto", "attention code to run", ATTENTION_IMPLEMENTATIONS)
+    enforce_eager: bool = _option(False, "do not compile at start: shapes are compiled when first met")
+    trust_remote_code: bool = _option(False, "must stay false: code in checkpoints is never run")
+    disable_log_stats: bool = _option(False, "no periodic status line")
+    enable_log_requests: bool = _option(False, "log each request's arrival and end")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            choices = field.metadata.get("choices")
+            if choices and getattr(self, field.name) not in choices:
+                raise ParameterError(
+                    field.name, f"must be one of {', '.join(choices)}, got {shown(getattr(self, field.name))}"
+                )
+            if field.type == "bool":
+                check_bool(field.name, getattr(self, field.name))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
+            if getattr(self, name) is not None:
+                setattr(self, name, check_int(name, getattr(self, name), 1))
+        if self.block_size is not None:
+            self.block_size = check_int("block_size", self.block_size, 1, 256)
+        if self.kv_cache_memory_bytes is not None:
+            self.kv_cache_memory_bytes = check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        self.gpu_memory_utilization = check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1)
+        if self.gpu_memory_utilization == 0:
+            raise ParameterError("gpu_memory_utilization", "must be in (0, 1], got 0")
+        self.max_logprobs = check_int("max_logprobs", self.max_logprobs, -1)
+        self.seed = check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if check_int(name, getattr(self, name), 1) != 1:
+                raise ParameterError(name, f"only 1 is supported in this version, got {getattr(self, name)}")
+        if self.trust_remote_code:
+            raise ParameterError("trust_remote_code", "true is not supported: code in checkpoints is never run")
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Adds one ``--flag`` per field to ``parser``; booleans get a ``--no-flag`` too."""
+        group = parser.add_argument_group("engine")
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.name == "model":
+                continue
+            flag = "--" + field.name.replace("_", "-")
+            keyword: dict[str, Any] = {"default": field.default, "help": field.metadata["help"], "dest": field.name}
+            if hints[field.name] is bool:
+                keyword["action"] = argparse.BooleanOptionalAction
+            else:
+                types = [kind for kind in typing.get_args(hints[field.name]) or (hints[field.name],)]
+                keyword["type"] = next(kind for kind in types if kind is not type(None))
+                keyword["choices"] = field.metadata["choices"]
+                keyword["metavar"] = None if keyword["choices"] else keyword["type"].__name__.upper()
+            group.add_argument(flag, **keyword)
+        group.add_argument("--model", default=cls.model, metavar="MODEL", help="built-in name, directory, .gguf or hub id")
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> EngineArgs:
+        """The arguments parsed by a parser that ``add_cli_args`` filled."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in vars(namespace).items() if name in names})
+
+
+@dataclasses.dataclass(kw_only=True)
+class AsyncEngineArgs(EngineArgs):
+    """Options of an ``AsyncLLMEngine``; the same as ``EngineArgs``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The sizes an engine runs with. Every field is decided.
+
+    Attributes:
+        max_blocks_per_request: width of a block table.
+        num_logprobs: alternatives a step computes for each scored position.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    num_logprobs: int
+    dtype: str
+    kv_cache_dtype: str
+    attention_implementation: str
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+PLATFORM_DEFAULTS = {
+    # On CPU a step is compute bound beyond some 100 tokens, so larger chunks only make others wait.
+    "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32, "dtype": "float32"},
+    "gpu": {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "block_size": 16, "dtype": "bfloat16"},
+    # Small blocks are slow on TPU (each is a copy of its own) and block tables must fit the scalar memory.
+    "tpu": {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "block_size": 64, "dtype": "bfloat16"},
+}
+
+
+def resolve(args: EngineArgs, *, model_max_len: int, vocab_size: int, platform: str) -> EngineConfig:
+    """Fills in what ``args`` leaves open.
+
+    Args:
+        model_max_len: the longest sequence the model's positions allow, in tokens.
+        platform: "cpu", "gpu" or "tpu".
+
+    Raises:
+        ParameterError: if two values contradict each other or the model.
+    """
+    default = PLATFORM_DEFAULTS.get(platform, PLATFORM_DEFAULTS["gpu"])
+    if args.max_model_len is not None and args.max_model_len > model_max_len:
+        raise ParameterError("max_model_len", f"{args.max_model_len} is above the model's limit {model_max_len}")
+    max_model_len = args.max_model_len or model_max_len
+    if max_model_len < 2:
+        raise ParameterError("max_model_len", f"must leave room for a prompt and one token, got {max_model_len}")
+    max_num_seqs = args.max_num_seqs or default["max_num_seqs"]
+    budget = args.max_num_batched_tokens or max(default["max_num_batched_tokens"], max_num_seqs)
+    if not args.enable_chunked_prefill:
+        if args.max_num_batched_tokens is None:
+            budget = max(budget, max_model_len)
+        elif budget < max_model_len:
+            raise ParameterError(
+                "max_num_batched_tokens",
+                f"{budget} is below max_model_len {max_model_len}, which needs enable_chunked_prefill",
+            )
+    max_logprobs = vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, vocab_size)
+    dtype = default["dtype"] if args.dtype == "auto" else args.dtype
+    return EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=min(max_num_seqs, budget),
+        max_num_batched_tokens=budget,
+        block_size=args.block_size or default["block_size"],
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        num_logprobs=max_logprobs,
+        dtype=dtype,
+        kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
+        attention_implementation=args.attention_implementation,
+    )

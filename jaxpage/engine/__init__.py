@@ -1,0 +1,1 @@
+"""Puts scheduler and runner together, and offers them to programs: ``LLM`` and ``AsyncLLMEngine``."""

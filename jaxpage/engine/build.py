@@ -1,0 +1,144 @@
+"""From options to a running core: resolves and reads the model, sizes everything, compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import rich.progress
+
+from jaxpage.config import EngineArgs, EngineConfig, resolve
+from jaxpage.engine.core import EngineCore
+from jaxpage.kv.manager import KVCacheManager
+from jaxpage.models.config import ModelConfig
+from jaxpage.models.registry import build_config
+from jaxpage.runner.memory import gib
+from jaxpage.runner.runner import Runner
+from jaxpage.scheduler.scheduler import Scheduler
+from jaxpage.tokenizer import Tokenizer
+from jaxpage.weights.builtin import cache_directory
+from jaxpage.weights.loader import dummy_params, load_params
+from jaxpage.weights.source import open_checkpoint, resolve_model
+
+logger = logging.getLogger("jaxpage")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedEngine:
+    """A core and what its front needs to talk about the model."""
+
+    core: EngineCore
+    model: ModelConfig
+    config: EngineConfig
+    tokenizer: Tokenizer
+    generation_config: dict[str, Any]
+
+
+def build(args: EngineArgs) -> LoadedEngine:
+    """Loads, compiles and warms up. Takes seconds, and shows what it does.
+
+    Raises:
+        ValueError, StartupError: in one line, for anything that keeps the engine from starting.
+    """
+    configure_jax()
+    started = time.monotonic()
+    device = jax.local_devices()[0]
+    checkpoint = open_checkpoint(resolve_model(args.model, args.revision))
+    model, specs = build_config(checkpoint.config, checkpoint.generation_config)
+    config = resolve(
+        args, model_max_len=model.max_position, vocab_size=model.vocab_size, platform=_platform(device)
+    )
+    tokenizer_source = checkpoint if args.tokenizer is None else open_tokenizer_source(args.tokenizer)
+    tokenizer = tokenizer_source.load_tokenizer()
+    with StartupProgress() as progress:
+        if args.load_format == "dummy":
+            params = dummy_params(model, specs, config.dtype, device, args.seed)
+        else:
+            params = load_params(checkpoint, model, specs, config.dtype, device, progress)
+        weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        logger.info(
+            "Loaded %s (%s, %d layers, %s of %s weights) on %s in %.1f s",
+            args.model, model.model_type, model.num_layers, gib(weight_bytes), config.dtype, device.device_kind,
+            time.monotonic() - started,
+        )  # fmt: skip
+        runner = Runner(args, model, config, params, device, progress)
+    kv = KVCacheManager(runner.plan.num_blocks, config.block_size, config.enable_prefix_caching)
+    scheduler = Scheduler(
+        kv,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+    )
+    logger.info("Ready in %.1f s", time.monotonic() - started)
+    return LoadedEngine(EngineCore(scheduler, runner), model, config, tokenizer, checkpoint.generation_config)
+
+
+def open_tokenizer_source(path: str) -> Any:
+    """A tokenizer that lives apart from the weights: a directory or a GGUF file."""
+    source = resolve_model(path)
+    if source.is_dir():
+        return _TokenizerDirectory(source)
+    return open_checkpoint(source)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TokenizerDirectory:
+    path: Path
+
+    def load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_directory(self.path)
+
+
+def configure_jax() -> None:
+    """Process-wide settings: full float32 products, and compiled programs kept on disk for the next start."""
+    jax.config.update("jax_default_matmul_precision", "highest")
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        try:
+            directory = cache_directory() / "xla"
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("compiled programs are not kept: %s", error)
+            return
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _platform(device: jax.Device) -> str:
+    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+
+
+class StartupProgress:
+    """Progress bars on a terminal, nothing elsewhere: the log has a line for each stage's end."""
+
+    def __init__(self) -> None:
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+            console=rich.console.Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._tasks: dict[str, rich.progress.TaskID] = {}
+
+    def __enter__(self) -> Callable[[str, int, int], None]:
+        self._bar.start()
+        return self._show
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def _show(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(stage, total=total)
+        self._bar.update(self._tasks[stage], completed=done)

@@ -1,0 +1,297 @@
+"""Text in, text out: turns prompts into requests for the core, and its tokens into ``RequestOutput``s.
+
+Runs in one thread. Programs use it through ``LLM`` (which calls ``step`` itself) or ``AsyncLLMEngine``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpage.config import EngineArgs
+from jaxpage.engine.build import build
+from jaxpage.engine.core import TokenOutput, TokenScores
+from jaxpage.errors import ParameterError, shown
+from jaxpage.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    LogprobDict,
+    Request,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+    check_token_ids,
+)
+from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
+
+Prompt = str | TextPrompt | TokensPrompt
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sample:
+    """One sample of a prompt while it is generated."""
+
+    index: int
+    request: Request
+    detokenizer: IncrementalDetokenizer | None
+    logprobs: list[LogprobDict]
+    cumulative_logprob: float = 0.0
+    num_sent_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PromptState:
+    """One prompt and its samples."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    samples: list[Sample]
+    prompt_logprobs: list[LogprobDict | None] | None
+    sent_prompt_logprobs: bool = False
+
+
+class Engine:
+    """A loaded model with its queue."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        loaded = build(args)
+        self.args = args
+        self.core = loaded.core
+        self.model = loaded.model
+        self.config = loaded.config
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.generation_config: dict[str, Any] = loaded.generation_config
+        self._prompts: dict[str, PromptState] = {}
+        self._samples: dict[Request, tuple[PromptState, Sample]] = {}
+        self._seeds = random.Random(args.seed)
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.has_work
+
+    @property
+    def num_unfinished(self) -> int:
+        """Prompts that have not ended."""
+        return len(self._prompts)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's own recommendation, with the usual defaults for what it leaves open."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return SamplingParams(**{name: self.generation_config[name] for name in names if name in self.generation_config})
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text, if there is one, and the ids of a prompt."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+            ids = check_token_ids("prompt_token_ids", prompt["prompt_token_ids"], self.model.vocab_size)
+            text = prompt.get("prompt")
+            return text if isinstance(text, str) else None, ids
+        if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
+            return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
+        raise ParameterError("prompt", f"must be text, or hold prompt or prompt_token_ids, got {shown(prompt)}")
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises ParameterError, with the numbers, if the engine cannot serve this. Changes nothing."""
+        config, length = self.config, len(prompt_token_ids)
+        if length == 0:
+            raise ParameterError("prompt", "has no tokens")
+        check_token_ids("prompt_token_ids", prompt_token_ids, self.model.vocab_size)
+        if length >= config.max_model_len and not (params.max_tokens == 0 and length == config.max_model_len):
+            raise ParameterError(
+                "prompt",
+                f"has {length} tokens; max_model_len is {config.max_model_len} and one token must be left to generate",
+            )
+        scheduler = self.core.scheduler
+        if not scheduler.fits(length):
+            pool = scheduler.kv
+            raise ParameterError(
+                "prompt",
+                f"has {length} tokens and needs {pool.blocks_for(length)} KV blocks of {pool.block_size}; "
+                f"the whole KV cache has {pool.pool.num_usable}",
+            )
+        params.validate_for(self.model.vocab_size, config.max_model_len, self.args.max_logprobs)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues one prompt with all its samples.
+
+        Raises:
+            ParameterError: if ``check`` does, or the id is in use.
+        """
+        if request_id in self._prompts:
+            raise ParameterError("request_id", f"{shown(request_id)} is in use")
+        self.check(prompt_token_ids, params)
+        room = self.config.max_model_len - len(prompt_token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        own_ends = () if params.ignore_eos else self.model.end_token_ids
+        state = PromptState(
+            request_id,
+            prompt,
+            prompt_token_ids,
+            copy.copy(params),
+            samples=[],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        for index in range(params.n):
+            request = Request(
+                request_id=f"{request_id}/{index}",
+                prompt_token_ids=prompt_token_ids,
+                params=params if index == 0 else _without_prompt_logprobs(params),
+                max_tokens=max_tokens,
+                seed=seed,
+                sample_index=index,
+                end_token_ids=frozenset((*own_ends, *(params.stop_token_ids or ()))),
+                cache_salt=cache_salt,
+            )
+            sample = Sample(index, request, self._detokenizer(prompt_token_ids, params), [])
+            state.samples.append(sample)
+            self._samples[request] = (state, sample)
+        self._prompts[request_id] = state
+        for sample in state.samples:
+            self.core.add(sample.request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a prompt's samples now; returns its last output, or None if the id is unknown."""
+        state = self._prompts.get(request_id)
+        if state is None:
+            return None
+        for sample in state.samples:
+            if sample.finish_reason is None:
+                self.core.finish(sample.request, FinishReason.ABORT)
+                self._end(sample, FinishReason.ABORT, None)
+        return self._output(state, state.samples)
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step of the core; returns what is new, by the output kind each prompt asked for."""
+        changed: dict[PromptState, list[Sample]] = {}
+        for output in self.core.step():
+            if output.request not in self._samples:
+                continue  # aborted while its step was in flight
+            state, sample = self._samples[output.request]
+            self._accept(state, sample, output)
+            if output.token_ids or sample.finish_reason is not None:
+                changed.setdefault(state, []).append(sample)
+        outputs = []
+        for state, samples in changed.items():
+            if state.params.output_kind is not RequestOutputKind.FINAL_ONLY or self._is_over(state):
+                outputs.append(self._output(state, samples))
+        return outputs
+
+    def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
+        if not params.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            prompt_token_ids,
+            stop=list(params.stop or ()),
+            min_tokens=params.min_tokens,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+
+    def _accept(self, state: PromptState, sample: Sample, output: TokenOutput) -> None:
+        request = output.request
+        if output.prompt_scores and state.prompt_logprobs is not None:
+            state.prompt_logprobs += [self._logprobs(scores) for scores in output.prompt_scores]
+        for scores in output.scores:
+            sample.logprobs.append(self._logprobs(scores))
+            sample.cumulative_logprob += scores[1]
+        if output.token_ids and sample.detokenizer is not None:
+            ended_by_id = request.finish_reason is FinishReason.STOP
+            # The ending token is text only if asked for: a stop id with include_stop_str_in_output.
+            hide = ended_by_id and not state.params.include_stop_str_in_output
+            stop = sample.detokenizer.append(output.token_ids, suppress_last_text=hide)
+            if stop is not None:
+                self.core.finish(request, FinishReason.STOP, stop)
+                self._end(sample, FinishReason.STOP, stop)
+        if sample.finish_reason is None and request.finish_reason is not None:
+            self._end(sample, request.finish_reason, request.stop_reason)
+
+    def _end(self, sample: Sample, reason: FinishReason, stop_reason: int | str | None) -> None:
+        sample.finish_reason = reason.value
+        sample.stop_reason = stop_reason
+        if sample.detokenizer is not None:
+            sample.detokenizer.finish()
+        self._samples.pop(sample.request, None)
+
+    def _is_over(self, state: PromptState) -> bool:
+        return all(sample.finish_reason is not None for sample in state.samples)
+
+    def _output(self, state: PromptState, changed: list[Sample]) -> RequestOutput:
+        is_delta = state.params.output_kind is RequestOutputKind.DELTA
+        is_over = self._is_over(state)
+        if is_over:
+            self._prompts.pop(state.request_id, None)
+        prompt_logprobs = None
+        if state.prompt_logprobs is not None and not (is_delta and state.sent_prompt_logprobs):
+            prompt_logprobs = list(state.prompt_logprobs)
+            state.sent_prompt_logprobs = True
+        return RequestOutput(
+            request_id=state.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=[_completion(sample, is_delta) for sample in (changed if is_delta else state.samples)],
+            finished=is_over,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=max(0, state.samples[0].request.num_cached_tokens),
+        )
+
+    def _logprobs(self, scores: TokenScores) -> LogprobDict:
+        token_id, logprob, rank, alternatives = scores
+        name = self.tokenizer.token_string
+        listed = {
+            other: Logprob(value, place + 1, name(other)) for place, (other, value) in enumerate(alternatives)
+        }
+        listed.setdefault(token_id, Logprob(logprob, rank, name(token_id)))
+        return listed
+
+
+def _completion(sample: Sample, is_delta: bool) -> CompletionOutput:
+    request, detokenizer = sample.request, sample.detokenizer
+    token_ids = request.token_ids[len(request.prompt_token_ids) :]
+    first = sample.num_sent_tokens if is_delta else 0
+    sample.num_sent_tokens = len(token_ids)
+    wants_logprobs = request.params.logprobs is not None
+    text, offsets = "", []
+    if detokenizer is not None:
+        text = detokenizer.take_delta() if is_delta else detokenizer.text
+        offsets = detokenizer.token_offsets[first:]
+    return CompletionOutput(
+        index=sample.index,
+        text=text,
+        token_ids=token_ids[first:],
+        cumulative_logprob=sample.cumulative_logprob if wants_logprobs else None,
+        logprobs=sample.logprobs[first:] if wants_logprobs else None,
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        text_offsets=list(offsets),
+    )
+
+
+def _without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
+    """The prompt is scored once, by the first sample."""
+    if params.prompt_logprobs is None:
+        return params
+    changed = copy.copy(params)
+    changed.prompt_logprobs = None
+    return changed

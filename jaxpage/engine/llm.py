@@ -1,0 +1,132 @@
+"""``LLM``: offline generation, all prompts at once, with vLLM's names and meaning."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import rich.progress
+
+from jaxpage.config import EngineArgs
+from jaxpage.engine.front import Engine, Prompt
+from jaxpage.errors import ParameterError
+from jaxpage.request import RequestOutput, RequestOutputKind, SamplingParams, TokensPrompt
+from jaxpage.tokenizer import Tokenizer
+
+
+class LLM:
+    """A model for offline use.
+
+    Example:
+        >>> llm = LLM(model="smollm2-135m-instruct")
+        >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str = EngineArgs.model, **options: Any) -> None:
+        """``options`` are the fields of ``EngineArgs``."""
+        self.engine = Engine(EngineArgs(model=model, **options))
+        self._ids = itertools.count()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends."""
+        return self.engine.default_sampling_params()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; the results are in the order of the prompts.
+
+        Args:
+            prompts: texts, or dicts with ``prompt`` or ``prompt_token_ids``; one or a list.
+            sampling_params: one for all or one each; None takes the checkpoint's recommendation.
+            use_tqdm: show a progress bar on a terminal.
+
+        Raises:
+            ParameterError: for a bad prompt or parameter, before anything is generated.
+        """
+        items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        tokenized = [self.engine.tokenize(prompt) for prompt in items]
+        return self._run(tokenized, self._params_for(sampling_params, len(items)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, through the model's chat template."""
+        if not messages:
+            raise ParameterError("messages", "must not be empty")
+        conversations: Any = [messages] if isinstance(messages[0], dict) else messages
+        prompts: list[Prompt] = [
+            TokensPrompt(
+                prompt_token_ids=self.engine.tokenizer.encode_chat(
+                    list(conversation),
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        self.engine.core.scheduler.kv.pool.forget_names()
+
+    def _params_for(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise ParameterError("sampling_params", f"has {len(given)} entries for {count} prompts")
+        return list(given)
+
+    def _run(
+        self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        engine = self.engine
+        final = [_final_only(each) for each in params]
+        for (_, ids), each in zip(prompts, final, strict=True):
+            engine.check(ids, each)
+        request_ids = [str(next(self._ids)) for _ in prompts]
+        done: dict[str, RequestOutput] = {}
+        try:
+            for request_id, (text, ids), each in zip(request_ids, prompts, final, strict=True):
+                engine.add(request_id, ids, each, prompt=text)
+            with rich.progress.Progress(transient=True, disable=not use_tqdm) as bar:
+                task = bar.add_task("generating", total=len(prompts))
+                while engine.has_work:
+                    for output in engine.step():
+                        done[output.request_id] = output
+                        bar.advance(task)
+        finally:
+            for request_id in request_ids:  # after an interruption the engine must be free for the next call
+                engine.abort(request_id)
+        return [done[request_id] for request_id in request_ids]
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    params = copy.copy(params)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params

@@ -1,0 +1,28 @@
+"""Errors that reach a user; every layer may raise them.
+
+This file knows nothing about HTTP: the server maps these classes to status codes.
+"""
+
+from __future__ import annotations
+
+
+def shown(value: object) -> str:
+    """A user's value as it appears in messages: at most 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+class ParameterError(ValueError):
+    """A value a user gave is wrong. ``parameter`` is its (dotted) name; the message names parameter and value."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(f"{parameter}: {message}")
+        self.parameter = parameter
+
+
+class StartupError(RuntimeError):
+    """The engine cannot start; the message is one line that a person can act on."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has stopped and takes no more requests."""

@@ -1,0 +1,25 @@
+"""Names the content of a full block: a chained hash of its tokens, everything before it, and who may share it."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import os
+from collections.abc import Sequence
+
+# A key of this process alone: nobody outside can search for prompts whose blocks collide.
+_KEY = os.urandom(32)
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """The parent of a request's first block. Requests with different salts share nothing."""
+    return _digest(b"salt", cache_salt.encode()) if cache_salt is not None else _digest(b"none", b"")
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a block with these tokens after ``parent``. Ids are hashed at fixed width, so borders cannot shift."""
+    return _digest(b"block", parent + array.array("q", token_ids).tobytes())
+
+
+def _digest(tag: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16, key=_KEY, person=tag).digest()

@@ -1,0 +1,30 @@
+"""The gated feed-forward block."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxpage.layers.linear import linear
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def gated_mlp(
+    x: Float[Array, "T D"],
+    gate_up: Float[Array, "2 F D"],
+    down: Float[Array, "D F"],
+    activation: str,
+    gate_up_bias: Float[Array, "2 F"] | None = None,
+    down_bias: Float[Array, " D"] | None = None,
+) -> Float[Array, "T D"]:
+    """``down(activation(gate(x)) * up(x))`` (Shazeer, 2020), ``activation`` a key of ACTIVATIONS."""
+    both = linear(x, gate_up, gate_up_bias)
+    return linear(ACTIVATIONS[activation](both[:, 0]) * both[:, 1], down, down_bias)

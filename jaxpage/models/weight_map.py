@@ -1,0 +1,129 @@
+"""Names, shapes and logical axes of a decoder's parameters, and the checkpoint tensors each is made of.
+
+Says nothing about files or devices: ``jaxpage.weights`` reads, ``jaxpage.parallel`` places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from jaxpage.models.config import LayerSpec, ModelConfig
+
+PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+SANDWICH_NORMS = {
+    "attention_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One leaf of the parameter tree.
+
+    Attributes:
+        path: where it is, for example ("layers", 3, "qkv").
+        axes: logical axis of each dimension, None for one that is never split.
+        sources: checkpoint tensors and their shapes.
+        assemble: makes the leaf from the tensors, in the order of ``sources``.
+    """
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    sources: Mapping[str, tuple[int, ...]]
+    assemble: Callable[..., np.ndarray]
+
+
+def param_specs(config: ModelConfig, norm_names: Mapping[str, str]) -> Iterator[ParamSpec]:
+    """Every parameter of a decoder in the Hugging Face naming that Llama began."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    yield _plain(("embedding",), "model.embed_tokens.weight", (vocab, hidden), ("vocab", "hidden"))
+    for index, layer in enumerate(config.layers):
+        yield from _layer_specs(config, layer, index, norm_names)
+    yield _norm(config, ("final_norm",), "model.norm.weight", hidden)
+    if not config.tied_embeddings:
+        yield _plain(("lm_head",), "lm_head.weight", (vocab, hidden), ("vocab", "hidden"))
+
+
+def _layer_specs(
+    config: ModelConfig, layer: LayerSpec, index: int, norm_names: Mapping[str, str]
+) -> Iterator[ParamSpec]:
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    group = heads // kv_heads
+    prefix = f"model.layers.{index}."
+    here = ("layers", index)
+    for name, hf_name in norm_names.items():
+        yield _norm(config, (*here, name), f"{prefix}{hf_name}.weight", hidden)
+
+    projections = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
+    rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+
+    def by_kv_head(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        # One matrix for q, k and v, grouped by KV head, so that splitting KV heads over devices splits all three.
+        split = [t.reshape(kv_heads, -1, head_dim, *t.shape[1:]) for t in (q, k, v)]
+        return np.concatenate(split, axis=1)
+
+    yield ParamSpec(
+        (*here, "qkv"),
+        (kv_heads, group + 2, head_dim, hidden),
+        ("kv_heads", None, None, "hidden"),
+        {f"{name}.weight": (n, hidden) for name, n in zip(projections, rows, strict=True)},
+        by_kv_head,
+    )
+    if layer.qkv_bias:
+        yield ParamSpec(
+            (*here, "qkv_bias"),
+            (kv_heads, group + 2, head_dim),
+            ("kv_heads", None, None),
+            {f"{name}.bias": (n,) for name, n in zip(projections, rows, strict=True)},
+            by_kv_head,
+        )
+    if layer.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield _norm(config, (*here, name), f"{prefix}self_attn.{name}.weight", head_dim)
+    yield _plain(
+        (*here, "output"), f"{prefix}self_attn.o_proj.weight", (hidden, heads * head_dim), ("hidden", "heads")
+    )
+    if layer.output_bias:
+        yield _plain((*here, "output_bias"), f"{prefix}self_attn.o_proj.bias", (hidden,), ("hidden",))
+
+    gate_up = [f"{prefix}mlp.{name}_proj" for name in ("gate", "up")]
+    yield ParamSpec(
+        (*here, "gate_up"),
+        (2, ffn, hidden),
+        (None, "ffn", "hidden"),
+        {f"{name}.weight": (ffn, hidden) for name in gate_up},
+        lambda *parts: np.stack(parts),
+    )
+    yield _plain((*here, "down"), f"{prefix}mlp.down_proj.weight", (hidden, ffn), ("hidden", "ffn"))
+    if layer.mlp_bias:
+        yield ParamSpec(
+            (*here, "gate_up_bias"),
+            (2, ffn),
+            (None, "ffn"),
+            {f"{name}.bias": (ffn,) for name in gate_up},
+            lambda *parts: np.stack(parts),
+        )
+        yield _plain((*here, "down_bias"), f"{prefix}mlp.down_proj.bias", (hidden,), ("hidden",))
+
+
+def _plain(
+    path: tuple[str | int, ...], name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> ParamSpec:
+    return ParamSpec(path, shape, axes, {name: shape}, lambda tensor: tensor)
+
+
+def _norm(config: ModelConfig, path: tuple[str | int, ...], name: str, size: int) -> ParamSpec:
+    offset = config.norm_offset
+
+    def scale(weight: np.ndarray) -> np.ndarray:
+        # The sum is made in float32: in bfloat16 the small deviations from 1 would be lost.
+        return weight.astype(np.float32) + np.float32(offset) if offset else weight
+
+    return ParamSpec(path, (size,), (None,), {name: (size,)}, scale)

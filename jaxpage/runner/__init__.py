@@ -1,0 +1,1 @@
+"""The device side of the engine: builds batches, runs the compiled step, owns every device array."""

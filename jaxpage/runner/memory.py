@@ -1,0 +1,113 @@
+"""How many KV blocks fit: from the memory the device has free and what the compiled step needs beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+
+from jaxpage.config import EngineArgs, EngineConfig
+from jaxpage.errors import StartupError
+
+CPU_DEFAULT_BYTES = 2 << 30
+"""KV cache on a CPU if nobody says otherwise: plenty for tens of requests, and no burden for a laptop."""
+CPU_MEMORY_SHARE = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCachePlan:
+    """The size of the cache. ``num_blocks`` counts the scratch block."""
+
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int
+    max_model_len: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that requests can store."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def describe(self) -> str:
+        """The plan in words."""
+        full = (self.num_blocks - 1) / -(-self.max_model_len // self.block_size)
+        return (
+            f"KV cache: {self.num_blocks - 1:,} blocks of {self.block_size} tokens = {self.num_tokens:,} tokens "
+            f"({gib(self.total_bytes)}); {full:.1f} requests of max_model_len {self.max_model_len:,} fit at once"
+        )
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in words a person reads."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def free_bytes(device: jax.Device, utilization: float) -> int:
+    """Bytes the engine may still take on ``device``."""
+    if device.platform == "cpu":
+        return int(available_host_bytes() * CPU_MEMORY_SHARE)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise StartupError(
+            f"{device.device_kind} does not tell its memory; give kv_cache_memory_bytes or num_gpu_blocks_override"
+        )
+    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"]
+
+
+def available_host_bytes() -> int:
+    """Memory the host can still give, in bytes."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def plan_kv_cache(
+    args: EngineArgs, config: EngineConfig, bytes_per_token: int, device: jax.Device, step_bytes: int
+) -> KVCachePlan:
+    """Decides the number of blocks.
+
+    Args:
+        step_bytes: what a step needs beside parameters and cache: compiled temporaries, outputs, sampling state.
+
+    Raises:
+        StartupError: with the numbers, if not even one request of two tokens fits.
+    """
+    bytes_per_block = bytes_per_token * config.block_size
+    wanted = config.max_num_seqs * config.max_blocks_per_request + 1
+    if args.num_gpu_blocks_override is not None:
+        num_blocks = args.num_gpu_blocks_override + 1
+        available = available_host_bytes() if device.platform == "cpu" else free_bytes(device, 1.0) - step_bytes
+        if num_blocks * bytes_per_block > available:
+            raise StartupError(
+                f"not enough memory: num_gpu_blocks_override {args.num_gpu_blocks_override} needs "
+                f"{gib(num_blocks * bytes_per_block)}, {gib(max(available, 0))} are free"
+            )
+    else:
+        if args.kv_cache_memory_bytes is not None:
+            budget = args.kv_cache_memory_bytes
+            available = available_host_bytes() if device.platform == "cpu" else free_bytes(device, 1.0) - step_bytes
+            if budget > available:
+                raise StartupError(
+                    f"not enough memory: kv_cache_memory_bytes {gib(budget)}, {gib(max(available, 0))} are free"
+                )
+        else:
+            budget = free_bytes(device, args.gpu_memory_utilization) - step_bytes
+            if device.platform == "cpu":
+                budget = min(budget, max(CPU_DEFAULT_BYTES, config.max_blocks_per_request * bytes_per_block))
+        num_blocks = min(wanted, budget // bytes_per_block)
+    if num_blocks < 2:
+        raise StartupError(
+            f"not enough memory: no KV block of {gib(bytes_per_block)} fits beside the weights and the step's "
+            f"{gib(step_bytes)}; lower max_num_batched_tokens, max_num_seqs or block_size"
+        )
+    return KVCachePlan(num_blocks, config.block_size, bytes_per_block, config.max_model_len)

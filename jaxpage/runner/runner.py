@@ -1,0 +1,247 @@
+"""Owns the device: parameters, KV cache, sampling state and the compiled steps. Knows schedules, not queues or text."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.batch import SamplingState, ScoredTokens, StepOutput
+from jaxpage.config import EngineArgs, EngineConfig
+from jaxpage.models.config import ModelConfig
+from jaxpage.models.decoder import KVCache, Params
+from jaxpage.request import MAX_STOP_TOKEN_IDS, Request
+from jaxpage.runner.batch_builder import pack_schedule
+from jaxpage.runner.buckets import bucket_for, token_buckets
+from jaxpage.runner.memory import KVCachePlan, gib, plan_kv_cache
+from jaxpage.runner.packing import Packing
+from jaxpage.runner.slots import SlotTable
+from jaxpage.runner.step import step
+from jaxpage.sampling.logits import PROMPT_FLAG
+from jaxpage.scheduler.schedule import Schedule
+
+logger = logging.getLogger("jaxpage")
+
+COMPILE_THREADS = 2
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, steps done and steps in all."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepResult:
+    """What a finished step gave, on the host, in the order of the schedule.
+
+    Attributes:
+        sampled, prompt: scores with numpy leaves, None unless some request of the step asked.
+    """
+
+    token_ids: list[int]
+    sampled: ScoredTokens | None
+    prompt: ScoredTokens | None
+
+
+@dataclasses.dataclass(slots=True)
+class StepInFlight:
+    """A dispatched step. The device may still be computing it."""
+
+    schedule: Schedule
+    output: StepOutput
+    flags: dict[str, bool]
+
+    def collect(self) -> StepResult:
+        """Waits for the step and copies what was asked for to the host."""
+        tokens = np.asarray(self.output.token_ids)[: len(self.schedule.requests)].tolist()
+        sampled = jax.tree.map(np.asarray, self.output.sampled) if self.flags["has_logprobs"] else None
+        prompt = jax.tree.map(np.asarray, self.output.prompt) if self.flags["has_prompt_logprobs"] else None
+        return StepResult(tokens, sampled, prompt)
+
+
+class Runner:
+    """Runs schedules. Everything is allocated and compiled at construction; serving compiles nothing."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        model: ModelConfig,
+        config: EngineConfig,
+        params: Params,
+        device: jax.Device,
+        progress: Progress = lambda stage, done, total: None,
+    ) -> None:
+        """Compiles every bucket, sizes the cache and allocates it.
+
+        Raises:
+            StartupError: if the cache does not fit.
+        """
+        self.model, self.config, self.params, self.device = model, config, params, device
+        self.buckets = token_buckets(config.max_num_batched_tokens)
+        self._packings = {size: self._packing(size) for size in self.buckets}
+        self._slots = SlotTable(config.max_num_seqs, config.max_blocks_per_request)
+        self._num_stop_ids = MAX_STOP_TOKEN_IDS + len(model.end_token_ids)
+        self._lazy = args.enforce_eager
+        self.plan, self._steps = self._plan_and_compile(args, progress)
+        logger.info(self.plan.describe())
+        with jax.default_device(device):
+            self._kv_cache: KVCache = [jnp.zeros(shape.shape, shape.dtype) for shape in self._cache_shapes(self.plan)]
+            self._state = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._state_shapes())
+        self._admit = jax.jit(_admit_slot, donate_argnums=0)
+        if not self._lazy:
+            self._warm_up()
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of one element of the cache."""
+        return jnp.dtype(self.config.kv_cache_dtype).itemsize
+
+    def dispatch(self, schedule: Schedule) -> StepInFlight:
+        """Starts a step and returns at once. Steps run in the order of dispatch."""
+        for item in schedule.requests:
+            if item.is_admitted:
+                self._slots.admit(item.request)
+                if _needs_state(item.request):
+                    self._fill_state(item.request)
+            self._slots.refresh_blocks(item.request)
+        packing = self._packings[bucket_for(self.buckets, schedule.num_tokens)]
+        packed, flags = pack_schedule(schedule, packing, self._slots)
+        output = self._run(packing, packed)
+        output.token_ids.copy_to_host_async()
+        return StepInFlight(schedule, output, flags)
+
+    def _run(self, packing: Packing, packed: np.ndarray) -> StepOutput:
+        compiled = self._steps.get(packing.num_tokens)
+        if compiled is None:
+            compiled = self._steps[packing.num_tokens] = self._compile(packing.num_tokens, self.plan)
+        self._kv_cache, self._state, output = compiled(self.params, self._kv_cache, self._state, packed)
+        return output
+
+    def _fill_state(self, request: Request) -> None:
+        """Writes token counts, bias and masked ids of a request into its slot."""
+        params, vocab_size = request.params, self.model.vocab_size
+        tokens = np.full(self.config.max_model_len, vocab_size, np.int32)
+        tokens[: len(request.token_ids)] = request.token_ids
+        bias = np.zeros(vocab_size, np.float32)
+        if params.allowed_token_ids is not None:
+            bias[:] = -np.inf
+            bias[list(params.allowed_token_ids)] = 0.0
+        for token_id, value in (params.logit_bias or {}).items():
+            bias[token_id] += value
+        stop_ids = np.full(self._num_stop_ids, vocab_size, np.int32)
+        masked = sorted({*self.model.end_token_ids, *(params.stop_token_ids or ())})
+        stop_ids[: len(masked)] = masked
+        self._state = self._admit(
+            self._state, np.int32(request.slot), tokens, np.int32(request.num_prompt_tokens), bias, stop_ids
+        )
+
+    def _warm_up(self) -> None:
+        """Runs what has not run yet, with nothing but padding: the smallest step, and the fill of the spare slot."""
+        vocab_size = self.model.vocab_size
+        self._state = self._admit(
+            self._state,
+            np.int32(self.config.max_num_seqs),
+            np.full(self.config.max_model_len, vocab_size, np.int32),
+            np.int32(0),
+            np.zeros(vocab_size, np.float32),
+            np.full(self._num_stop_ids, vocab_size, np.int32),
+        )
+        packing = self._packings[self.buckets[0]]
+        packed, _ = pack_schedule(Schedule([], 0, 0), packing, self._slots)
+        jax.block_until_ready(self._run(packing, packed))
+
+    def _packing(self, num_tokens: int) -> Packing:
+        return Packing(num_tokens, min(num_tokens, self.config.max_num_seqs), self.config.max_blocks_per_request)
+
+    def _plan_and_compile(self, args: EngineArgs, progress: Progress) -> tuple[KVCachePlan, dict[int, Any]]:
+        largest = self.buckets[-1]
+        bytes_per_token = self.model.kv_bytes_per_token(self.kv_itemsize)
+        state_bytes = sum(shape.size * shape.dtype.itemsize for shape in jax.tree.leaves(self._state_shapes()))
+        # A first guess; the compiler then tells the truth, and only if that is more is the plan made again.
+        step_bytes = state_bytes + largest * 4 * (self.model.hidden_size * 8 + self.model.intermediate_size * 4)
+        plan = plan_kv_cache(args, self.config, bytes_per_token, self.device, step_bytes)
+        if self._lazy:
+            return plan, {}
+        started = time.monotonic()
+        progress("compiling", 0, len(self.buckets))
+        compiled = self._compile(largest, plan)
+        analysis = compiled.memory_analysis()
+        if analysis is not None:
+            needed = state_bytes + analysis.temp_size_in_bytes
+            needed += max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+            logger.info("Largest step (%d tokens) needs %s beside weights and cache", largest, gib(needed))
+            if needed > step_bytes:
+                new_plan = plan_kv_cache(args, self.config, bytes_per_token, self.device, needed)
+                if new_plan != plan:
+                    plan, compiled = new_plan, self._compile(largest, new_plan)
+        steps = {largest: compiled}
+        progress("compiling", 1, len(self.buckets))
+        with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+            rest = self.buckets[-2::-1]
+            for size, step_ in zip(rest, pool.map(lambda size: self._compile(size, plan), rest), strict=True):
+                steps[size] = step_
+                progress("compiling", len(steps), len(self.buckets))
+        logger.info("Compiled %d step shapes in %.1f s", len(steps), time.monotonic() - started)
+        return plan, steps
+
+    def _compile(self, num_tokens: int, plan: KVCachePlan) -> Any:
+        packing = self._packings[num_tokens]
+        function = jax.jit(
+            partial(
+                step,
+                config=self.model,
+                packing=packing,
+                block_size=self.config.block_size,
+                num_logprobs=max(1, self.config.num_logprobs),
+                attention_implementation=self.config.attention_implementation,
+            ),
+            donate_argnums=(1, 2),
+        )
+        packed = jax.ShapeDtypeStruct((packing.size,), jnp.int32)
+        with jax.default_device(self.device):
+            return function.lower(self.params, self._cache_shapes(plan), self._state_shapes(), packed).compile()
+
+    def _cache_shapes(self, plan: KVCachePlan) -> list[jax.ShapeDtypeStruct]:
+        shape = (plan.num_blocks, 2, self.model.num_kv_heads, plan.block_size, self.model.head_dim)
+        dtype = jnp.dtype(self.config.kv_cache_dtype)
+        return [jax.ShapeDtypeStruct(shape, dtype) for _ in range(self.model.num_layers)]
+
+    def _state_shapes(self) -> SamplingState:
+        slots, vocab_size = self.config.max_num_seqs + 1, self.model.vocab_size
+        return SamplingState(
+            last_token=jax.ShapeDtypeStruct((slots,), jnp.int32),
+            token_counts=jax.ShapeDtypeStruct((slots, vocab_size), jnp.int32),
+            logit_bias=jax.ShapeDtypeStruct((slots, vocab_size), jnp.float32),
+            stop_ids=jax.ShapeDtypeStruct((slots, self._num_stop_ids), jnp.int32),
+        )
+
+
+def _needs_state(request: Request) -> bool:
+    params = request.params
+    has_bias = bool(params.logit_bias) or params.allowed_token_ids is not None
+    return params.has_penalties or has_bias or params.min_tokens > 0
+
+
+def _admit_slot(state: SamplingState, slot, token_ids, num_prompt_tokens, bias, stop_ids) -> SamplingState:
+    """``state`` with the slot's row filled; ``token_ids`` is padded with the vocabulary size."""
+    is_prompt = jnp.arange(len(token_ids)) < num_prompt_tokens
+    vocab_size = state.token_counts.shape[1]
+    counts = jnp.zeros(vocab_size, jnp.int32).at[token_ids].add(jnp.where(is_prompt, 0, 1), mode="drop")
+    in_prompt = jnp.zeros(vocab_size, bool).at[jnp.where(is_prompt, token_ids, vocab_size)].set(True, mode="drop")
+    return state._replace(
+        token_counts=state.token_counts.at[slot].set(counts + jnp.where(in_prompt, PROMPT_FLAG, 0)),
+        logit_bias=state.logit_bias.at[slot].set(bias),
+        stop_ids=state.stop_ids.at[slot].set(stop_ids),
+    )
+
+
+def logprob_rows(scores: ScoredTokens, row: int, count: int) -> Sequence[tuple[int, float]]:
+    """The ``count`` most likely (id, logprob) of a row of scores."""
+    return list(
+        zip(scores.top_ids[row, :count].tolist(), scores.top_logprobs[row, :count].tolist(), strict=True)
+    )

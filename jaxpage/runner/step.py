@@ -1,0 +1,116 @@
+"""The step: one pure function from parameters, cache, sampling state and a packed batch to the next of each."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxpage.batch import ModelInputs, SamplingState, SamplingTensors, ScoredTokens, StepOutput
+from jaxpage.models.config import ModelConfig
+from jaxpage.models.decoder import KVCache, Params, forward, unembed
+from jaxpage.runner.packing import Packing
+from jaxpage.sampling.sampler import no_scores, sample, score
+from pallas_kernels import AttentionMetadata
+
+PROMPT_SCORE_ROWS = 64
+"""Prompt positions scored together: bounds the logits that exist at once."""
+
+
+def step(
+    params: Params,
+    kv_cache: KVCache,
+    state: SamplingState,
+    packed: Int[Array, " words"],
+    *,
+    config: ModelConfig,
+    packing: Packing,
+    block_size: int,
+    num_logprobs: int,
+    attention_implementation: str,
+) -> tuple[KVCache, SamplingState, StepOutput]:
+    """Computes the scheduled tokens, writes their keys and values, and samples one token for the rows that ask.
+
+    Row ``num_rows - 1`` may be a padding row; padding rows use the spare slot of ``state``.
+    """
+    fields = packing.split(packed)
+    inputs, last_tokens = model_inputs(fields, state, block_size)
+    kv_cache, hidden = forward(params, config, kv_cache, inputs, attention_implementation)
+    flags = dict(zip(Packing.FLAGS, fields["flags"] != 0, strict=True))
+    with jax.named_scope("logits"):
+        logits = unembed(params, config, hidden[last_tokens])
+    with jax.named_scope("sample"):
+        sampling = sampling_tensors(fields)
+        token_ids = sample(
+            logits, sampling, state, flags["has_edits"], flags["has_randomness"], flags["has_filters"]
+        )
+        sampled = lax.cond(
+            flags["has_logprobs"],
+            lambda: score(logits, token_ids, num_logprobs),
+            lambda: no_scores(packing.num_rows, num_logprobs),
+        )
+        prompt = lax.cond(
+            flags["has_prompt_logprobs"],
+            lambda: score_prompt(params, config, hidden, fields["prompt_targets"], num_logprobs),
+            lambda: no_scores(packing.num_tokens, num_logprobs),
+        )
+        # Rows that do not sample write to the spare slot.
+        slots = jnp.where(fields["samples"] != 0, sampling.slots, len(state.last_token) - 1)
+        state = state._replace(
+            last_token=state.last_token.at[slots].set(token_ids),
+            token_counts=state.token_counts.at[slots, token_ids].add(1),
+        )
+    return kv_cache, state, StepOutput(token_ids, sampled, prompt)
+
+
+def model_inputs(
+    fields: dict[str, Array], state: SamplingState, block_size: int
+) -> tuple[ModelInputs, Int[Array, " B"]]:
+    """What the forward pass reads, and the index of each row's last token, derived from the per-row metadata."""
+    cu_seqlens_q, seq_lens, block_tables = fields["cu_seqlens_q"], fields["seq_lens"], fields["block_tables"]
+    tokens = jnp.arange(len(fields["token_ids"]))
+    num_rows = len(seq_lens)
+    is_real = tokens < cu_seqlens_q[-1]
+    rows = jnp.minimum(jnp.searchsorted(cu_seqlens_q, tokens, side="right") - 1, num_rows - 1)
+    positions = jnp.where(is_real, seq_lens[rows] - cu_seqlens_q[rows + 1] + tokens, 0)
+    blocks = block_tables[rows, positions // block_size]
+    slot_mapping = jnp.where(is_real, blocks * block_size + positions % block_size, 0)
+    token_ids = jnp.where(fields["token_ids"] < 0, state.last_token[fields["slots"][rows]], fields["token_ids"])
+    last_tokens = jnp.maximum(cu_seqlens_q[1:] - 1, 0)
+    metadata = AttentionMetadata(block_tables, seq_lens, cu_seqlens_q)
+    return ModelInputs(token_ids, positions, slot_mapping, metadata), last_tokens
+
+
+def sampling_tensors(fields: dict[str, Array]) -> SamplingTensors:
+    """The per-row settings of the sampler."""
+    values = {name: fields[name] for name in SamplingTensors._fields if name in fields}
+    values["suppress_stop"] = values["suppress_stop"] != 0
+    values["has_bias"] = values["has_bias"] != 0
+    # The position of the token being sampled: it keys the noise.
+    return SamplingTensors(**values, positions=fields["seq_lens"])
+
+
+def score_prompt(
+    params: Params,
+    config: ModelConfig,
+    hidden: Float[Array, "T D"],
+    targets: Int[Array, " T"],
+    num_logprobs: int,
+) -> ScoredTokens:
+    """Scores of ``targets`` (the next prompt tokens; -1: not wanted) at each position, some rows at a time."""
+    num_tokens = len(hidden)
+    rows = min(PROMPT_SCORE_ROWS, num_tokens)
+    padding = -num_tokens % rows
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
+    targets = jnp.pad(targets, (0, padding), constant_values=-1)
+    wanted = jnp.max(jnp.where(targets >= 0, jnp.arange(len(targets)), -1)) + 1
+
+    def some_rows(index: Int[Array, ""], scores: ScoredTokens) -> ScoredTokens:
+        start = index * rows
+        logits = unembed(params, config, lax.dynamic_slice_in_dim(hidden, start, rows))
+        part = score(logits, jnp.maximum(lax.dynamic_slice_in_dim(targets, start, rows), 0), num_logprobs)
+        return jax.tree.map(lambda whole, piece: lax.dynamic_update_slice_in_dim(whole, piece, start, 0), scores, part)
+
+    scores = lax.fori_loop(0, (wanted + rows - 1) // rows, some_rows, no_scores(len(targets), num_logprobs))
+    return jax.tree.map(lambda whole: whole[:num_tokens], scores)

@@ -1,0 +1,78 @@
+"""Draws one token a row, and scores tokens.
+
+The noise of a row is a function of its seed, sample index and position only: the same whatever the batch, the chunking
+or the preemptions around it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxpage.batch import SamplingState, SamplingTensors, ScoredTokens
+from jaxpage.request import GREEDY_TEMPERATURE
+from jaxpage.sampling.logits import edit_logits, filter_logits
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    sampling: SamplingTensors,
+    state: SamplingState,
+    has_edits: Bool[Array, ""],
+    has_randomness: Bool[Array, ""],
+    has_filters: Bool[Array, ""],
+) -> Int[Array, " B"]:
+    """The next token of each row. Rows with temperature 0 take the largest logit, the lowest id among ties.
+
+    Args:
+        logits: float32, raw.
+        has_edits: some row has penalties, a bias or masked end ids; has_randomness: some row has a temperature;
+            has_filters: some row has top_k, top_p or min_p. They skip work for the whole batch and change no result.
+    """
+    edited = lax.cond(has_edits, lambda: edit_logits(logits, sampling, state), lambda: logits)
+
+    def draw() -> Int[Array, " B"]:
+        is_greedy = sampling.temperature < GREEDY_TEMPERATURE
+        temperature = jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+        # The maximum is subtracted first: dividing large logits by a small temperature must not overflow.
+        scaled = (edited - jnp.max(edited, axis=1, keepdims=True)) / temperature
+        scaled = lax.cond(has_filters, lambda: filter_logits(scaled, sampling), lambda: scaled)
+        # argmax(logits + Gumbel noise) is a draw from softmax(logits).
+        drawn = scaled + _noise(sampling.seeds, sampling.positions, logits.shape[1])
+        return jnp.argmax(jnp.where(is_greedy[:, None], edited, drawn), axis=1).astype(jnp.int32)
+
+    return lax.cond(has_randomness, draw, lambda: jnp.argmax(edited, axis=1).astype(jnp.int32))
+
+
+def _noise(seeds: UInt[Array, "B 3"], positions: Int[Array, " B"], vocab_size: int) -> Float[Array, "B V"]:
+    def row(seed: UInt[Array, "3"], position: Int[Array, ""]) -> Float[Array, " V"]:
+        key = jax.random.wrap_key_data(seed[:2], impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, seed[2]), position)
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+
+    return jax.vmap(row)(seeds, positions)
+
+
+def score(logits: Float[Array, "R V"], token_ids: Int[Array, " R"], num_logprobs: int) -> ScoredTokens:
+    """Log-softmax of raw logits: of ``token_ids``, with their ranks (1 is the best), and of the most likely ids."""
+    log_normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
+    top, top_ids = lax.top_k(logits, num_logprobs)
+    return ScoredTokens(
+        logprob=(chosen - log_normaliser)[:, 0],
+        rank=1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32),
+        top_ids=top_ids.astype(jnp.int32),
+        top_logprobs=top - log_normaliser,
+    )
+
+
+def no_scores(num_rows: int, num_logprobs: int) -> ScoredTokens:
+    """Zeros in the shape of ``score``'s result, where nobody asked."""
+    return ScoredTokens(
+        logprob=jnp.zeros(num_rows, jnp.float32),
+        rank=jnp.zeros(num_rows, jnp.int32),
+        top_ids=jnp.zeros((num_rows, num_logprobs), jnp.int32),
+        top_logprobs=jnp.zeros((num_rows, num_logprobs), jnp.float32),
+    )

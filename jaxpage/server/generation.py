@@ -1,0 +1,224 @@
+"""Owns one HTTP request's run in the engine: its prompts' outputs as pieces of choices, and the token counts.
+
+It must not know JSON shapes or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from jaxpage.request import CompletionOutput, LogprobDict, RequestOutput, TokensPrompt
+from jaxpage.server.errors import GenerationError
+from jaxpage.server.prompts import PreparedPrompt
+from jaxpage.server.protocol import GenerationRequest
+
+QUEUED_OUTPUTS = 64
+"""Outputs of several prompts that may wait for a slow client; beyond it the engine's own streams wait."""
+
+
+@dataclasses.dataclass(slots=True)
+class TokenScore:
+    """A token as logprob lists show it. ``entry`` is None where there is no score (a prompt's first token)."""
+
+    token_id: int
+    entry: LogprobDict | None
+    text_offset: int
+
+
+@dataclasses.dataclass(slots=True)
+class Piece:
+    """News of one choice; pieces of a choice joined in order are the choice.
+
+    Attributes:
+        index: of the choice: prompt number * n + sample number.
+        is_first: no piece of this choice came before; an echoed prompt is part of this one.
+        token_ids: generated tokens only. ``scores`` starts with the prompt's tokens when they are echoed.
+        num_completion_tokens: tokens of the choice so far, this piece included.
+    """
+
+    index: int
+    prompt: PreparedPrompt
+    text: str
+    token_ids: list[int]
+    scores: list[TokenScore]
+    num_completion_tokens: int
+    is_first: bool = False
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def extend(self, later: Piece) -> None:
+        """Appends the next piece of the same choice."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.scores += later.scores
+        self.num_completion_tokens = later.num_completion_tokens
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+
+
+class Generation:
+    """Runs ``prompts`` in ``engine`` and keeps the counts that usage reports.
+
+    Attributes:
+        prompt_logprobs: per prompt, the engine's scores of the prompt, None until (or unless) they arrive.
+    """
+
+    def __init__(self, engine: Any, prompts: list[PreparedPrompt], request: GenerationRequest) -> None:
+        self.engine = engine
+        self.prompts = prompts
+        self.request = request
+        self.prompt_logprobs: list[list[LogprobDict | None] | None] = [None] * len(prompts)
+        self._num_cached_tokens = [0] * len(prompts)
+        self._num_completion_tokens: dict[int, int] = {}
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """Pieces of all choices as they come. Closing the generator aborts what still runs.
+
+        Raises:
+            GenerationError: if the engine ended a sample without a result.
+        """
+        async with contextlib.aclosing(_merged([self._start(prompt) for prompt in self.prompts])) as outputs:
+            async for number, output in outputs:
+                if output.prompt_logprobs is not None:
+                    self.prompt_logprobs[number] = output.prompt_logprobs
+                if output.num_cached_tokens is not None:
+                    self._num_cached_tokens[number] = max(output.num_cached_tokens, 0)
+                for sample in output.outputs:
+                    yield self._piece(number, sample)
+
+    async def choices(self) -> list[Piece]:
+        """Every choice whole, sorted by index."""
+        whole: dict[int, Piece] = {}
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                if piece.index in whole:
+                    whole[piece.index].extend(piece)
+                else:
+                    whole[piece.index] = piece
+        return [whole[index] for index in sorted(whole)]
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts of the whole answer: each prompt once, all tokens generated."""
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return _usage(prompt_tokens, sum(self._num_completion_tokens.values()), sum(self._num_cached_tokens))
+
+    def usage_at(self, piece: Piece) -> dict[str, Any]:
+        """Token counts of one choice as of ``piece``."""
+        cached = self._num_cached_tokens[piece.index // self.request.params.n]
+        return _usage(len(piece.prompt.token_ids), piece.num_completion_tokens, cached)
+
+    def _start(self, prompt: PreparedPrompt) -> AsyncGenerator[RequestOutput]:
+        # Ids inside the engine have nothing to do with what clients send, so nobody can hit another's request.
+        return self.engine.generate(
+            TokensPrompt(prompt_token_ids=prompt.token_ids),
+            self.request.params,
+            uuid.uuid4().hex,
+            cache_salt=self.request.cache_salt,
+        )
+
+    def _piece(self, number: int, sample: CompletionOutput) -> Piece:
+        if sample.finish_reason not in (None, "stop", "length"):
+            raise GenerationError(f"generation ended early ({sample.finish_reason})")
+        index = number * self.request.params.n + sample.index
+        is_first = index not in self._num_completion_tokens
+        total = self._num_completion_tokens.get(index, 0) + len(sample.token_ids)
+        self._num_completion_tokens[index] = total
+        prompt = self.prompts[number]
+        piece = Piece(
+            index=index,
+            prompt=prompt,
+            text=sample.text,
+            token_ids=list(sample.token_ids),
+            scores=self._scores(prompt, sample),
+            num_completion_tokens=total,
+            is_first=is_first,
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+        )
+        if is_first and self.request.echo:
+            piece.text = prompt.echo_text + piece.text
+            piece.scores = self._prompt_scores(number) + piece.scores
+        return piece
+
+    def _scores(self, prompt: PreparedPrompt, sample: CompletionOutput) -> list[TokenScore]:
+        if self.request.num_logprobs is None or sample.logprobs is None:
+            return []
+        start = len(prompt.echo_text) if self.request.echo else 0
+        return [
+            TokenScore(token_id, entry, start + offset)
+            for token_id, entry, offset in zip(sample.token_ids, sample.logprobs, sample.text_offsets, strict=True)
+        ]
+
+    def _prompt_scores(self, number: int) -> list[TokenScore]:
+        entries = self.prompt_logprobs[number]
+        prompt = self.prompts[number]
+        if self.request.num_logprobs is None or entries is None or not prompt.text_offsets:
+            return []
+        return [
+            TokenScore(token_id, entry, offset)
+            for token_id, entry, offset in zip(prompt.token_ids, entries, prompt.text_offsets, strict=True)
+        ]
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+async def coalesced(pieces: AsyncIterator[Piece], interval: int) -> AsyncGenerator[Piece]:
+    """Joins pieces of a choice until they hold ``interval`` tokens; its first and last pieces never wait."""
+    waiting: dict[int, Piece] = {}
+    async for piece in pieces:
+        held = waiting.pop(piece.index, None)
+        if held is not None:
+            held.extend(piece)
+            piece = held
+        if piece.is_first or piece.finish_reason is not None or len(piece.token_ids) >= interval:
+            yield piece
+        else:
+            waiting[piece.index] = piece
+
+
+async def _merged(streams: list[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """The outputs of all ``streams`` with their numbers, as they come; the first error ends all."""
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]):
+            async for output in streams[0]:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(QUEUED_OUTPUTS)
+
+    async def pump(number: int, stream: AsyncGenerator[RequestOutput]) -> None:
+        end = None
+        try:
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    await queue.put((number, output))
+        except Exception as error:
+            end = error
+        await queue.put((number, end))
+
+    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    num_open = len(streams)
+    try:
+        while num_open:
+            number, news = await queue.get()
+            if isinstance(news, Exception):
+                raise news
+            if news is None:
+                num_open -= 1
+            else:
+                yield number, news
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

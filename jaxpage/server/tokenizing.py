@@ -1,0 +1,64 @@
+"""Owns /tokenize, /detokenize and /tokenizer_info: what they take and what they answer.
+
+It must not know HTTP or generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxpage.errors import ParameterError
+from jaxpage.request import check_bool, check_token_ids
+from jaxpage.server.messages import check_messages
+from jaxpage.server.prompts import PromptBuilder
+from jaxpage.server.protocol import Body, Limits, chat_options, check_str, field
+
+CheckModel = Callable[[str | None], None]
+
+
+def tokenize(body: Body, limits: Limits, prompts: PromptBuilder, check_model: CheckModel) -> dict[str, Any]:
+    """The ids of a text or of rendered messages.
+
+    Raises:
+        ParameterError: for a wrong field, neither or both of prompt and messages, or a refusal of the template.
+    """
+    name, other = ("messages", "prompt") if body.get("messages") is not None else ("prompt", "messages")
+    if body.get(name) is None:
+        raise ParameterError("prompt", "either prompt or messages is required")
+    if body.get(other) is not None:
+        raise ParameterError(other, "prompt and messages cannot be combined")
+    wants_strings = field(body, "return_token_strs", check_bool, False)
+    add_special_tokens = field(body, "add_special_tokens", check_bool, name == "prompt")
+    content = check_str(name, body[name]) if name == "prompt" else check_messages(body[name])
+    options = chat_options(body) if name == "messages" else {}
+    check_model(field(body, "model", check_str))
+    if isinstance(content, str):
+        token_ids = prompts.tokenizer.encode(content, add_special_tokens=add_special_tokens)
+    else:
+        token_ids = prompts.encode_chat(content, add_special_tokens=add_special_tokens, **options)
+    strings = [prompts.tokenizer.token_string(token_id) for token_id in token_ids] if wants_strings else None
+    return {
+        "count": len(token_ids),
+        "max_model_len": limits.max_model_len,
+        "tokens": token_ids,
+        "token_strs": strings,
+    }
+
+
+def detokenize(body: Body, limits: Limits, prompts: PromptBuilder, check_model: CheckModel) -> dict[str, Any]:
+    """The text of ids, special tokens included.
+
+    Raises:
+        ParameterError: for anything but a list of ids of the model's vocabulary.
+    """
+    token_ids = check_token_ids("tokens", body.get("tokens"), limits.vocab_size)
+    check_model(field(body, "model", check_str))
+    return {"prompt": prompts.tokenizer.decode(token_ids, skip_special_tokens=False)}
+
+
+def tokenizer_info(tokenizer: Any) -> dict[str, Any]:
+    """What remote evaluation needs to know; no file paths."""
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "bos_token_id", "eos_token_id", "chat_template")
+    info = {name: getattr(tokenizer, name) for name in names}
+    return {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size} | info

@@ -1,0 +1,47 @@
+"""The float32 definition of ragged paged attention: one query at a time, no tricks. Slow; for tests."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def ragged_paged_attention(
+    q: Float[Array, "T N H"],
+    kv_cache: Float[Array, "num_blocks 2 K block_size H"],
+    block_tables: Int[Array, "B max_blocks"],
+    seq_lens: Int[Array, " B"],
+    cu_seqlens_q: Int[Array, " B+1"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "T N H"]:
+    """See ``pallas_kernels.ragged_paged_attention``, which this function defines."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    num_requests, max_blocks = block_tables.shape
+    group = num_heads // num_kv_heads
+    key_positions = jnp.arange(max_blocks * block_size)
+
+    def one_query(token: Int[Array, ""]) -> Float[Array, "N H"]:
+        request = jnp.clip(jnp.searchsorted(cu_seqlens_q, token, side="right") - 1, 0, num_requests - 1)
+        position = seq_lens[request] - cu_seqlens_q[request + 1] + token
+        visible = (key_positions <= position) & (token < cu_seqlens_q[-1])
+        if sliding_window is not None:
+            visible &= key_positions > position - sliding_window
+        blocks = kv_cache[block_tables[request]].astype(jnp.float32)  # [max_blocks, 2, K, block_size, H]
+        keys, values = (
+            jnp.moveaxis(blocks[:, which], 1, 0).reshape(num_kv_heads, -1, head_dim) for which in range(2)
+        )
+        values = jnp.where(visible[None, :, None], values, 0.0)
+        query = q[token].astype(jnp.float32).reshape(num_kv_heads, group, head_dim)
+        scores = jnp.einsum("kgh,ksh->kgs", query, keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        weights = jnp.where(visible, weights, 0.0)
+        return jnp.einsum("kgs,ksh->kgh", weights, values).reshape(num_heads, head_dim)
+
+    return jax.lax.map(one_query, jnp.arange(num_tokens)).astype(q.dtype)

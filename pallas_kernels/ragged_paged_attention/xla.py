@@ -1,0 +1,181 @@
+"""Ragged paged attention in plain XLA operations: online softmax over chunks of blocks, for any platform.
+
+The work is bounded by the real lengths: every loop runs as many times as the longest request at hand needs, a number
+known on the device only, so a growing context never changes a compiled shape. Requests with one query (decode) are
+attended several at a time; longer stretches of queries (prefill) go through tiles of one request each.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+DECODE_ROWS = 16
+"""Decode requests attended together. More rows cost less per row, fewer rows wait less for the longest of them."""
+DECODE_CHUNK_TOKENS = 64
+PREFILL_TILE_TOKENS = 64
+PREFILL_CHUNK_TOKENS = 256
+MASKED_SCORE = -1e30
+"""Finite, so that a fully masked chunk gives exp(0) * 0 and not NaN."""
+
+
+def ragged_paged_attention(
+    q: Float[Array, "T N H"],
+    kv_cache: Float[Array, "num_blocks 2 K block_size H"],
+    block_tables: Int[Array, "B max_blocks"],
+    seq_lens: Int[Array, " B"],
+    cu_seqlens_q: Int[Array, " B+1"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "T N H"]:
+    """See ``pallas_kernels.ragged_paged_attention``."""
+    num_tokens = q.shape[0]
+    query_lens = jnp.diff(cu_seqlens_q)
+    attend = _Attend(kv_cache, scale, sliding_window, soft_cap)
+
+    # Prefill: one tile of queries of one request at a time.
+    tile = min(PREFILL_TILE_TOKENS, num_tokens)
+    tiles_of_request = jnp.where(query_lens > 1, (query_lens + tile - 1) // tile, 0)
+    tile_ends = jnp.cumsum(tiles_of_request)
+    prefill_tables = attend.pad_tables(block_tables, PREFILL_CHUNK_TOKENS)
+    padded_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
+
+    def attend_tile(index: Int[Array, ""], out: Float[Array, "T+tile N H"]) -> Float[Array, "T+tile N H"]:
+        request = jnp.searchsorted(tile_ends, index, side="right")
+        first = cu_seqlens_q[request] + (index - tile_ends[request] + tiles_of_request[request]) * tile
+        tokens = first + jnp.arange(tile)
+        positions = seq_lens[request] - cu_seqlens_q[request + 1] + tokens
+        valid = tokens < cu_seqlens_q[request + 1]
+        attended = attend(
+            lax.dynamic_slice_in_dim(padded_q, first, tile)[None],
+            lax.dynamic_slice_in_dim(prefill_tables, request, 1),
+            jnp.where(valid, positions, -1)[None],
+            PREFILL_CHUNK_TOKENS,
+            join_blocks=True,
+        )[0]
+        # The tile may reach into the next request's queries, which must keep what they have.
+        kept = lax.dynamic_slice_in_dim(out, first, tile)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(valid[:, None, None], attended, kept), first, 0)
+
+    out = lax.fori_loop(0, tile_ends[-1], attend_tile, jnp.zeros_like(padded_q))[:num_tokens]
+
+    # Decode: the rows with one query, DECODE_ROWS at a time.
+    rows = min(DECODE_ROWS, block_tables.shape[0])
+    is_decode = query_lens == 1
+    order = jnp.argsort(~is_decode, stable=True)
+    order = jnp.pad(order, (0, -len(order) % rows))
+    num_decodes = jnp.sum(is_decode)
+    decode_tables = attend.pad_tables(block_tables, DECODE_CHUNK_TOKENS)
+
+    def attend_rows(group: Int[Array, ""], out: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        requests = lax.dynamic_slice_in_dim(order, group * rows, rows)
+        valid = group * rows + jnp.arange(rows) < num_decodes
+        tokens = jnp.where(valid, cu_seqlens_q[requests], num_tokens)
+        positions = jnp.where(valid, seq_lens[requests] - 1, -1)[:, None]
+        attended = attend(
+            q.at[tokens].get(mode="clip")[:, None], decode_tables[requests], positions, DECODE_CHUNK_TOKENS
+        )
+        return out.at[tokens].set(attended[:, 0], mode="drop")
+
+    return lax.fori_loop(0, (num_decodes + rows - 1) // rows, attend_rows, out)
+
+
+class _Attend:
+    """Attention of R equally long stretches of queries, each over its own block table."""
+
+    def __init__(
+        self,
+        kv_cache: Float[Array, "num_blocks 2 K block_size H"],
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> None:
+        self.num_kv_heads, self.block_size, self.head_dim = kv_cache.shape[2:]
+        # Keys of block b are row 2b and its values row 2b + 1: each is gathered without touching the other.
+        self.halves = kv_cache.reshape(-1, *kv_cache.shape[2:])
+        self.scale = scale
+        self.sliding_window = sliding_window
+        self.soft_cap = soft_cap
+
+    def blocks_per_chunk(self, chunk_tokens: int) -> int:
+        return max(1, chunk_tokens // self.block_size)
+
+    def pad_tables(self, block_tables: Int[Array, "B max_blocks"], chunk_tokens: int) -> Int[Array, "B padded"]:
+        """Tables whose width is a whole number of chunks, so that slicing the last chunk cannot shift."""
+        return jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % self.blocks_per_chunk(chunk_tokens))))
+
+    def __call__(
+        self,
+        q: Float[Array, "R Q N H"],
+        block_tables: Int[Array, "R padded"],
+        positions: Int[Array, "R Q"],
+        chunk_tokens: int,
+        join_blocks: bool = False,
+    ) -> Float[Array, "R Q N H"]:
+        """Attends queries at ``positions``; a position of -1 marks a query that sees nothing and yields zeros.
+
+        ``join_blocks`` lays the blocks of a chunk end to end before the dot products: a copy that pays for itself with
+        many queries; with one query a dot product per block is faster.
+        """
+        num_rows, num_queries, num_heads, head_dim = q.shape
+        dtype = q.dtype
+        group = num_heads // self.num_kv_heads
+        num_blocks = self.blocks_per_chunk(chunk_tokens)
+        chunk = num_blocks * self.block_size
+        # [R, K, Q * G, H]: the queries that share a KV head are one matrix.
+        q = q.reshape(num_rows, num_queries, self.num_kv_heads, group, head_dim).astype(jnp.float32) * self.scale
+        q = jnp.moveaxis(q, 1, 2).reshape(num_rows, self.num_kv_heads, num_queries * group, head_dim)
+        pieces = 1 if join_blocks else num_blocks
+        q = jnp.broadcast_to(q[:, None], (num_rows, pieces, *q.shape[1:])).astype(self.halves.dtype)
+        query_positions = jnp.repeat(positions, group, axis=1)[:, None, None, :, None]  # [R, 1, 1, Q * G, 1]
+
+        def visible(first: Int[Array, ""]) -> Bool[Array, "R pieces 1 QG S"]:
+            keys = first + jnp.arange(chunk).reshape(pieces, 1, 1, chunk // pieces)
+            mask = keys <= query_positions
+            return mask if self.sliding_window is None else mask & (keys > query_positions - self.sliding_window)
+
+        def one_chunk(state):
+            index, best, total, out = state
+            ids = lax.dynamic_slice_in_dim(block_tables, index * num_blocks, num_blocks, axis=1) * 2
+            # The barriers keep the gathers whole copies, which read far faster than gathers fused into dot operands.
+            keys, values = lax.optimization_barrier((self._gather(ids), self._gather(ids + 1)))
+            if join_blocks:
+                keys, values = self._join(keys), self._join(values)
+            mask = visible(index * chunk)
+            scores = lax.dot_general(
+                q, keys, (((4,), (4,)), ((0, 1, 2), (0, 1, 2))), preferred_element_type=jnp.float32
+            )
+            if self.soft_cap is not None:
+                scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+            scores = jnp.where(mask, scores, MASKED_SCORE)
+            new_best = jnp.maximum(best, jnp.max(scores, axis=(1, 4)))
+            decay = jnp.exp(best - new_best)
+            weights = jnp.where(mask, jnp.exp(scores - new_best[:, None, :, :, None]), 0.0)
+            # A weight of zero times NaN is NaN: values that no query of the row sees are selected away.
+            seen = jnp.swapaxes(jnp.any(mask, axis=3, keepdims=True), 3, 4)
+            values = jnp.where(seen, values, 0).astype(jnp.float32)
+            update = lax.dot_general(weights, values, (((4,), (3,)), ((0, 1, 2), (0, 1, 2)))).sum(axis=1)
+            total = total * decay + jnp.sum(weights, axis=(1, 4))
+            return index + 1, new_best, total, out * decay[..., None] + update
+
+        end = jnp.max(positions) // chunk + 1  # -1 // chunk + 1 == 0: nothing to do
+        start = jnp.int32(0)
+        if self.sliding_window is not None:
+            oldest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions))
+            start = jnp.minimum(jnp.maximum(oldest - self.sliding_window + 1, 0) // chunk, end).astype(jnp.int32)
+        shape = (num_rows, self.num_kv_heads, num_queries * group)
+        initial = (start, jnp.full(shape, MASKED_SCORE), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+        _, _, total, out = lax.while_loop(lambda state: state[0] < end, one_chunk, initial)
+        out = out / jnp.where(total > 0, total, 1.0)[..., None]
+        out = out.reshape(num_rows, self.num_kv_heads, num_queries, group, head_dim)
+        return jnp.moveaxis(out, 2, 1).reshape(num_rows, num_queries, num_heads, head_dim).astype(dtype)
+
+    def _gather(self, ids: Int[Array, "R blocks"]) -> Float[Array, "R blocks K block_size H"]:
+        return self.halves.at[ids].get(mode="promise_in_bounds")
+
+    def _join(self, blocks: Float[Array, "R blocks K block_size H"]) -> Float[Array, "R 1 K S H"]:
+        return jnp.moveaxis(blocks, 2, 1).reshape(len(blocks), 1, self.num_kv_heads, -1, self.head_dim)
