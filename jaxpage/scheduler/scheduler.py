@@ -110,10 +110,12 @@ class Scheduler:
                 continue
             request.token_ids.append(token_id)
             self.stats.num_generated_tokens += 1
-            if token_id in request.end_token_ids and request.num_output_tokens > request.params.min_tokens:
+            num_known = len(request.token_ids)  # a later step's pending token does not count yet
+            num_generated = num_known - request.num_prompt_tokens
+            if token_id in request.end_token_ids and num_generated > request.params.min_tokens:
                 named = token_id in (request.params.stop_token_ids or ())
                 self.finish(request, FinishReason.STOP, token_id if named else None)
-            elif self._is_at_limit(request):
+            elif self._is_at_limit(request, num_known):
                 self.finish(request, FinishReason.LENGTH)
         return accepted
 
@@ -206,9 +208,9 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.slot = -1
 
-    def _is_at_limit(self, request: Request) -> bool:
-        return request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len
+    def _is_at_limit(self, request: Request, num_tokens: int) -> bool:
+        return num_tokens >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
     def _awaits_last_token(self, request: Request) -> bool:
         """The token in flight is the last one allowed: nothing is left to compute."""
-        return request.num_pending_tokens > 0 and self._is_at_limit(request)
+        return request.num_pending_tokens > 0 and self._is_at_limit(request, request.num_tokens)

@@ -164,7 +164,7 @@ class ApiServer:
         if not self._api_keys:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode("utf-8", "surrogateescape")
+        given = key.strip().encode("latin-1")  # headers arrive decoded this way: these are the bytes sent
         # Every key is compared, so that the time taken says nothing.
         matches = [hmac.compare_digest(given, known) for known in self._api_keys]
         if scheme.lower() != "bearer" or not any(matches):

@@ -16,9 +16,10 @@ from typing import Any, Final
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_CHARS: Final = 1 << 24
@@ -28,7 +29,8 @@ MAX_NUMBER: Final = 100_000
 MAX_CPU_S: Final = 0.8
 """CPU seconds of the rendering thread that one rendering may take; looked at in every loop and macro."""
 _MAX_BITS: Final = 4096
-_WIDE_FORMAT: Final = re.compile(r"\d{6,}|\*|\{[^{}]*\{")
+_WIDE_PERCENT: Final = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")
+_WIDE_BRACES: Final = re.compile(r"\{[^{}]*(\d{6}|\{)")
 _UNNEEDED_FILTERS: Final = ("batch", "center", "pprint", "random", "slice", "urlize", "wordwrap", "xmlattr")
 _render = threading.local()
 
@@ -69,12 +71,12 @@ def _join_texts(*parts: Any) -> str:
 def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuses calls of str methods whose result is far larger than what goes in."""
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
-    _require(not any(isinstance(arg, int) and arg > MAX_NUMBER for arg in (*args, *kwargs.values())), "uses big numbers")
+    _require(
+        not any(isinstance(arg, int) and arg > MAX_NUMBER for arg in (*args, *kwargs.values())), "uses big numbers"
+    )
     if not isinstance(text, str):
         return
-    if name in ("format", "format_map"):
-        _require(not _WIDE_FORMAT.search(text), "formats too wide")
-    elif name == "replace":
+    if name == "replace":
         _check_replace(text, *args)
     elif name == "join" and args:
         _check_join(args[0], text)
@@ -92,13 +94,13 @@ def _check_join(values: Any, separator: str) -> None:
 class _Fence(NodeTransformer):
     """Puts a look at the clock into every loop and macro, and bounds the operator ~."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja2's naming
+    def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._with_tick(node)
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
         return self._with_tick(node)
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _call("join_texts", node.nodes, node.lineno)
 
@@ -115,7 +117,7 @@ def _call(name: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
 class _Generation(Extension):
     """{% generation %} marks the assistant's text for training; rendering just writes the body."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -130,22 +132,28 @@ class _Environment(ImmutableSandboxedEnvironment):
     concat = staticmethod(_concat)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        whole = isinstance(left, int) and isinstance(right, int)
-        if operator == "**":
-            _require(whole and left.bit_length() * max(right, 0) <= _MAX_BITS, "uses too large a power")
+        if isinstance(left, int) and isinstance(right, int):
+            if operator == "**":
+                _require(left.bit_length() * max(right, 0) <= _MAX_BITS, "uses too large a power")
+            elif operator == "*":
+                _require(left.bit_length() + right.bit_length() <= _MAX_BITS, "uses too large numbers")
         elif operator == "%" and isinstance(left, str):
-            _require(not _WIDE_FORMAT.search(left), "formats too wide")
+            _require(not _WIDE_PERCENT.search(left), "formats too wide")
         elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
             _require_size(len(left) + len(right))
-        elif operator == "*" and whole:
-            _require(left.bit_length() + right.bit_length() <= _MAX_BITS, "uses too large numbers")
         elif operator == "*":
             times, value = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(times, int) and isinstance(value, Sized):
                 _require_size(times * len(value))
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _require(not _WIDE_BRACES.search(value.__self__.replace("{{", "")), "formats too wide")
+        return wrapped
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if __obj is not _tick and __obj is not _join_texts:
             _check_method(__obj, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
@@ -159,7 +167,9 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False):
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+):
     """JSON without HTML escapes, other than jinja2's own filter."""
     _require(indent is None or len(str(indent)) < 3, "indents too far")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -190,7 +200,7 @@ def _check_filter_indent(s: Any, width: Any = 4, first: Any = False, blank: Any 
 
 
 def _check_filter_format(value: Any, *_: Any, **__: Any) -> None:
-    _require(not _WIDE_FORMAT.search(str(value)), "formats too wide")
+    _require(not _WIDE_PERCENT.search(str(value)), "formats too wide")
 
 
 @functools.lru_cache(maxsize=1)

@@ -254,12 +254,16 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, A
     entries = config.get("added_tokens_decoder") or {}
     for _, entry in sorted(entries.items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
-            flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+            flags = {
+                name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            }
             backend.add_tokens([AddedToken(entry["content"], **flags)])
     extra = [*(config.get("additional_special_tokens") or []), *(config.get("extra_special_tokens") or [])]
     texts = [text for text in map(_token_text, extra) if text is not None and backend.token_to_id(text) is not None]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in texts if text not in known])
+    backend.add_special_tokens(
+        [AddedToken(text, normalized=False, special=True) for text in texts if text not in known]
+    )
 
 
 def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,152 @@
+"""An engine without a model: it says what a script tells it to, so that tests can state whole answers.
+
+It has the methods of ``AsyncLLMEngine`` that the server uses, and keeps score of what was started and aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from jaxpage.errors import EngineDeadError, ParameterError
+from jaxpage.request import CompletionOutput, Logprob, LogprobDict, RequestOutput, SamplingParams, TokensPrompt
+from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
+
+Script = Callable[[Sequence[int], int], Sequence[int]]
+END_ID = 257
+
+
+class FakeEngine:
+    """Forced ids per (prompt ids, sample index), then the end id; each token takes ``step_s`` seconds.
+
+    Attributes:
+        alternatives: logprob of ids beside the forced one, by output position; the forced id has -0.5.
+        running, aborted: ids of requests that run, or whose generator was closed before its end.
+        fail_after: raise RuntimeError after this many steps.
+    """
+
+    model_name = "fake"
+    vocab_size = 294
+
+    def __init__(self, tokenizer: Tokenizer, forced: Script | Sequence[int] = (), max_model_len: int = 64) -> None:
+        self.tokenizer = tokenizer
+        self.script: Script = forced if callable(forced) else lambda prompt, sample: forced
+        self.max_model_len = max_model_len
+        self.max_logprobs = 20
+        self.generation_config: dict[str, object] = {}
+        self.alternatives: dict[int, dict[int, float]] = {}
+        self.step_s = 0.0
+        self.fail_after: int | None = None
+        self.cached_tokens = 0
+        self.is_dead = False
+        self.running: set[str] = set()
+        self.aborted: list[str] = []
+        self.seen: list[tuple[list[int], SamplingParams, str | None]] = []
+        self.was_shut_down = False
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self.running)
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        params.validate_for(self.vocab_size, self.max_model_len, self.max_logprobs)
+        if not 1 <= len(prompt_token_ids) < self.max_model_len:
+            raise ParameterError("prompt", f"has {len(prompt_token_ids)} tokens, max_model_len is {self.max_model_len}")
+
+    def shutdown(self, drain_timeout_s: float | None = None) -> None:
+        self.was_shut_down = self.is_dead = True
+
+    async def generate(
+        self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, cache_salt: str | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        ids = prompt["prompt_token_ids"]
+        self.check(ids, params)
+        assert request_id not in self.running
+        self.seen.append((ids, params, cache_salt))
+        self.running.add(request_id)
+        samples = [_Sample(self, ids, params, index) for index in range(params.n)]
+        first = True
+        try:
+            for step in range(self.max_model_len):
+                await asyncio.sleep(self.step_s)
+                if self.is_dead:
+                    raise EngineDeadError
+                if step == self.fail_after:
+                    raise RuntimeError("secret path /etc/passwd")
+                outputs = [sample.step() for sample in samples if sample.finish_reason is None]
+                finished = all(sample.finish_reason is not None for sample in samples)
+                scores = _prompt_scores(ids, params) if first else None
+                yield RequestOutput(request_id, None, ids, outputs, finished, scores, self.cached_tokens)
+                first = False
+                if finished:
+                    return
+        finally:
+            self.running.discard(request_id)
+            if any(sample.finish_reason is None for sample in samples):
+                self.aborted.append(request_id)
+
+
+class _Sample:
+    def __init__(self, engine: FakeEngine, prompt: Sequence[int], params: SamplingParams, index: int) -> None:
+        self.engine, self.params, self.index = engine, params, index
+        self.forced = list(engine.script(prompt, index))
+        room = engine.max_model_len - len(prompt)
+        self.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.text = IncrementalDetokenizer(
+            engine.tokenizer,
+            prompt,
+            stop=params.stop or (),
+            min_tokens=params.min_tokens,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    def step(self) -> CompletionOutput:
+        if self.max_tokens == 0:
+            self.finish_reason = "length"
+            return CompletionOutput(self.index, "", [], logprobs=[], finish_reason="length")
+        position = self.num_tokens
+        token_id = self.forced[position] if position < len(self.forced) else END_ID
+        self.num_tokens += 1
+        is_stop_id = token_id in (self.params.stop_token_ids or ())
+        ends = self.num_tokens > self.params.min_tokens and (
+            is_stop_id or (token_id == END_ID and not self.params.ignore_eos)
+        )
+        hide = ends and not self.params.include_stop_str_in_output
+        stop_reason: str | int | None = self.text.append([token_id], suppress_last_text=hide)
+        if stop_reason is not None:
+            self.finish_reason = "stop"
+        elif ends:
+            self.finish_reason, stop_reason = "stop", token_id if is_stop_id else None
+        elif self.num_tokens == self.max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason:
+            self.text.finish()
+        entry = {token_id: -0.5} | self.engine.alternatives.get(position, {1: -1.0, 2: -2.0, 3: -float("inf")})
+        scored = self.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.take_delta(),
+            token_ids=[token_id],
+            logprobs=[_entry(entry, token_id, self.params.logprobs)] if scored else None,
+            finish_reason=self.finish_reason,
+            stop_reason=stop_reason,
+            text_offsets=self.text.token_offsets[-1:],
+        )
+
+
+def _entry(values: dict[int, float], chosen: int, count: int | None) -> LogprobDict:
+    ranked = sorted(values, key=lambda token_id: -values[token_id])
+    kept = ranked if count == -1 else ranked[:count]
+    return {token_id: Logprob(values[token_id], ranked.index(token_id) + 1) for token_id in {*kept, chosen}}
+
+
+def _prompt_scores(ids: Sequence[int], params: SamplingParams) -> list[LogprobDict | None] | None:
+    if params.prompt_logprobs is None:
+        return None
+    return [
+        _entry({token_id: -1.5, 0: -0.25}, token_id, params.prompt_logprobs) if position else None
+        for position, token_id in enumerate(ids)
+    ]
