@@ -31,9 +31,12 @@ def sample(
         has_edits: some row has penalties, a bias or masked end ids; has_randomness: some row has a temperature;
             has_filters: some row has top_k, top_p or min_p. They skip work for the whole batch and change no result.
     """
-    edited = lax.cond(has_edits, lambda: edit_logits(logits, sampling, state), lambda: logits)
 
-    def draw() -> Int[Array, " B"]:
+    def general() -> Int[Array, " B"]:
+        edited = lax.cond(has_edits, lambda: edit_logits(logits, sampling, state), lambda: logits)
+        return lax.cond(has_randomness, lambda: draw(edited), lambda: lowest_argmax(edited))
+
+    def draw(edited: Float[Array, "B V"]) -> Int[Array, " B"]:
         is_greedy = sampling.temperature < GREEDY_TEMPERATURE
         temperature = jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
         # The maximum is subtracted first: dividing large logits by a small temperature must not overflow.
@@ -41,9 +44,22 @@ def sample(
         scaled = lax.cond(has_filters, lambda: filter_logits(scaled, sampling), lambda: scaled)
         # argmax(logits + Gumbel noise) is a draw from softmax(logits).
         drawn = scaled + _noise(sampling.seeds, sampling.positions, logits.shape[1])
-        return jnp.argmax(jnp.where(is_greedy[:, None], edited, drawn), axis=1).astype(jnp.int32)
+        return lowest_argmax(jnp.where(is_greedy[:, None], edited, drawn))
 
-    return lax.cond(has_randomness, draw, lambda: jnp.argmax(edited, axis=1).astype(jnp.int32))
+    # The common case, greedy without edits, must not pay for a copy of the logits.
+    return lax.cond(has_edits | has_randomness, general, lambda: lowest_argmax(logits))
+
+
+def lowest_argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """The index of the largest value of each row, the lowest among ties.
+
+    Two plain reductions, which vectorise; a reduction over (value, index) pairs does not, and takes several times as
+    long on CPU.
+    """
+    best = jnp.max(logits, axis=1, keepdims=True)
+    indices = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    # Clamped so that a row of NaN, which equals nothing, still gives an id.
+    return jnp.minimum(jnp.min(jnp.where(logits == best, indices, logits.shape[1]), axis=1), logits.shape[1] - 1)
 
 
 def _noise(seeds: UInt[Array, "B 3"], positions: Int[Array, " B"], vocab_size: int) -> Float[Array, "B V"]:

@@ -82,14 +82,17 @@ class Generation:
         Raises:
             GenerationError: if the engine ended a sample without a result.
         """
+        waiting: dict[int, list[RequestOutput]] = {}
         async with contextlib.aclosing(_merged([self._start(prompt) for prompt in self.prompts])) as outputs:
             async for number, output in outputs:
-                if output.prompt_logprobs is not None:
-                    self.prompt_logprobs[number] = output.prompt_logprobs
-                if output.num_cached_tokens is not None:
-                    self._num_cached_tokens[number] = max(output.num_cached_tokens, 0)
-                for sample in output.outputs:
-                    yield self._piece(number, sample)
+                self._note_counts(number, output)
+                waiting.setdefault(number, []).append(output)
+                # The first piece of every choice may need the prompt's scores, which come with one of the samples.
+                if self._lacks_prompt_scores(number) and not output.finished:
+                    continue
+                for ready in waiting.pop(number):
+                    for sample in ready.outputs:
+                        yield self._piece(number, sample)
 
     async def choices(self) -> list[Piece]:
         """Every choice whole, sorted by index."""
@@ -111,6 +114,15 @@ class Generation:
         """Token counts of one choice as of ``piece``."""
         cached = self._num_cached_tokens[piece.index // self.request.params.n]
         return _usage(len(piece.prompt.token_ids), piece.num_completion_tokens, cached)
+
+    def _note_counts(self, number: int, output: RequestOutput) -> None:
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[number] = output.prompt_logprobs
+        if output.num_cached_tokens is not None:
+            self._num_cached_tokens[number] = max(output.num_cached_tokens, 0)
+
+    def _lacks_prompt_scores(self, number: int) -> bool:
+        return self.request.params.prompt_logprobs is not None and self.prompt_logprobs[number] is None
 
     def _start(self, prompt: PreparedPrompt) -> AsyncGenerator[RequestOutput]:
         # Ids inside the engine have nothing to do with what clients send, so nobody can hit another's request.

@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.server.errors import ClientGoneError, error_body, to_api_error
 
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 Result = TypeVar("Result")
 
 
 def frame(value: dict[str, Any]) -> bytes:
     """``value`` as one event. Only printable ASCII remains, so no splitter of lines can break it."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return b"data: " + text.replace("\x7f", "\\u007f").encode("ascii") + b"\n\n"
+    return b"data: " + _encode(value).replace("\x7f", "\\u007f").encode("ascii") + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -23,4 +23,7 @@ def write_kv(
     """
     block_size = kv_cache.shape[3]
     kv = jax.numpy.stack([k, v], axis=1).astype(kv_cache.dtype)
+    if len(kv) == 1:
+        # XLA turns a scatter of one row into a dynamic slice update, for which its CPU backend copies the whole cache.
+        kv, slot_mapping = kv.repeat(2, axis=0), slot_mapping.repeat(2)
     return kv_cache.at[slot_mapping // block_size, :, :, slot_mapping % block_size].set(kv, mode="promise_in_bounds")

@@ -42,26 +42,27 @@ def ragged_paged_attention(
     tiles_of_request = jnp.where(query_lens > 1, (query_lens + tile - 1) // tile, 0)
     tile_ends = jnp.cumsum(tiles_of_request)
     prefill_tables = attend.pad_tables(block_tables, PREFILL_CHUNK_TOKENS)
-    padded_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
 
-    def attend_tile(index: Int[Array, ""], out: Float[Array, "T+tile N H"]) -> Float[Array, "T+tile N H"]:
+    def attend_tile(index: Int[Array, ""], out: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
         request = jnp.searchsorted(tile_ends, index, side="right")
         first = cu_seqlens_q[request] + (index - tile_ends[request] + tiles_of_request[request]) * tile
-        tokens = first + jnp.arange(tile)
+        # A tile at the end of the batch is moved left to stay inside it; it then starts with queries done before.
+        start = jnp.minimum(first, num_tokens - tile)
+        tokens = start + jnp.arange(tile)
         positions = seq_lens[request] - cu_seqlens_q[request + 1] + tokens
-        valid = tokens < cu_seqlens_q[request + 1]
+        valid = (tokens >= first) & (tokens < cu_seqlens_q[request + 1])
         attended = attend(
-            lax.dynamic_slice_in_dim(padded_q, first, tile)[None],
+            lax.dynamic_slice_in_dim(q, start, tile)[None],
             lax.dynamic_slice_in_dim(prefill_tables, request, 1),
             jnp.where(valid, positions, -1)[None],
             PREFILL_CHUNK_TOKENS,
             join_blocks=True,
         )[0]
-        # The tile may reach into the next request's queries, which must keep what they have.
-        kept = lax.dynamic_slice_in_dim(out, first, tile)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(valid[:, None, None], attended, kept), first, 0)
+        # Queries of other requests in the tile must keep what they have.
+        kept = lax.dynamic_slice_in_dim(out, start, tile)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(valid[:, None, None], attended, kept), start, 0)
 
-    out = lax.fori_loop(0, tile_ends[-1], attend_tile, jnp.zeros_like(padded_q))[:num_tokens]
+    out = lax.fori_loop(0, tile_ends[-1], attend_tile, jnp.zeros_like(q))
 
     # Decode: the rows with one query, DECODE_ROWS at a time.
     rows = min(DECODE_ROWS, block_tables.shape[0])

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,8 @@ import uvicorn
 from fake_engine import FakeEngine
 
 from jaxpage.server.app import create_app
+
+TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 
 
 class Api:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-from api_client import Api
+from api_client import TOKENIZERS, Api
 from fake_engine import FakeEngine
 
 from jaxpage.tokenizer import Tokenizer
 
-TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 PLAIN = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"

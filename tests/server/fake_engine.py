@@ -9,7 +9,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from jaxpage.errors import EngineDeadError, ParameterError
-from jaxpage.request import CompletionOutput, Logprob, LogprobDict, RequestOutput, SamplingParams, TokensPrompt
+from jaxpage.request import (
+    CompletionOutput,
+    Logprob,
+    LogprobDict,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
@@ -57,9 +65,14 @@ class FakeEngine:
         self.was_shut_down = self.is_dead = True
 
     async def generate(
-        self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, cache_salt: str | None = None
+        self,
+        prompt: TextPrompt | TokensPrompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        ids = prompt["prompt_token_ids"]
+        ids = prompt.get("prompt_token_ids") or self.tokenizer.encode(prompt["prompt"])
         self.check(ids, params)
         assert request_id not in self.running
         self.seen.append((ids, params, cache_salt))

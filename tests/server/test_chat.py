@@ -91,7 +91,11 @@ async def test_log_2_alternatives_that_are_parts_of_characters(api, engine):
     content = answer["choices"][0]["logprobs"]["content"]
     chosen = [entry["bytes"] for entry in content]
     assert chosen == [[32, 226, 152], [131], [98]]
-    assert bytes(sum(chosen, [])).decode() == answer["choices"][0]["message"]["content"] == " ☃b"
+    assert (
+        bytes(byte for token in chosen for byte in token).decode()
+        == answer["choices"][0]["message"]["content"]
+        == " ☃b"
+    )
     top = content[1]["top_logprobs"]
     assert [entry["bytes"] for entry in top] == [[131], [240], [128], [32, 119, 111, 114, 108, 100]]
     assert top[3]["token"] == " world"

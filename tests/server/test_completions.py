@@ -199,3 +199,26 @@ async def test_salt_and_sampling_values_reach_the_engine(api, engine):
     assert salt == "s"
     assert params.repetition_penalty == 1.5
     assert {name: getattr(params, name) for name in values} == values
+
+
+async def test_log_1_samples_that_overtake_the_one_that_scores_the_prompt(api, engine, monkeypatch):
+    generate = engine.generate
+
+    async def late_scores(*arguments, **options):
+        held = None
+        async for output in generate(*arguments, **options):
+            if held is None:
+                held, output.prompt_logprobs = output.prompt_logprobs, None
+            else:
+                output.prompt_logprobs, held = (held, []) if held else (None, held)
+            yield output
+
+    body = {"prompt": "abKLM", "echo": True, "logprobs": 1, "n": 2}
+    expected = (await api.complete(**body))["choices"]
+    monkeypatch.setattr(engine, "generate", late_scores)
+    assert (await api.complete(**body))["choices"] == expected
+    chunks = await api.stream(PATH, **body)
+    for index in range(2):
+        first = next(c for chunk in chunks for c in chunk["choices"] if c["index"] == index)
+        assert first["text"] == "abKLMHel"
+        assert first["logprobs"]["tokens"] == ["ab", "KLM", "Hel"]

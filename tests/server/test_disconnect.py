@@ -30,8 +30,8 @@ def raw_post(url: str, body: bytes, length: int | None = None) -> socket.socket:
     """A socket that has sent a completions request and read nothing."""
     address = urlsplit(url)
     client = socket.create_connection((address.hostname, address.port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length or len(body)}"
-    client.sendall(head.encode() + b"\r\n\r\n" + body)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(body)}\r\n"
+    client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
     return client
 
 

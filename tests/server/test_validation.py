@@ -261,6 +261,15 @@ async def test_emp_1_prompts_without_tokens(api, engine):
     assert not engine.seen
 
 
+async def test_emp_1_a_beginning_token_alone_is_a_prompt(wordmark_tokenizer):
+    api = Api(FakeEngine(wordmark_tokenizer, [271]))
+    for prompt in ("", [""]):
+        assert (await api.complete(prompt=prompt, max_tokens=1))["usage"]["prompt_tokens"] == 1
+        await api.refused(COMPLETIONS, {"prompt": prompt, "add_special_tokens": False}, "prompt")
+    for prompt in ([], [[]]):
+        await api.refused(COMPLETIONS, {"prompt": prompt}, "prompt")
+
+
 async def test_emp_1b_blanks_are_tokens(api):
     for prompt in (" ", "\n", "\t", [[32]]):
         assert (await api.complete(prompt=prompt))["usage"]["prompt_tokens"] == 1
@@ -271,8 +280,12 @@ async def test_emp_1b_blanks_are_tokens(api):
 async def test_emp_1c_truncation(api, engine):
     ids = list(range(100))
     for limit, side, kept in [
-        (1, "left", ids[-1:]), (1, "right", ids[:1]), (63, "left", ids[-63:]), (-1, "right", ids[:63]), (10, None, ids[-10:])
-    ]:  # fmt: skip
+        (1, "left", ids[-1:]),
+        (1, "right", ids[:1]),
+        (63, "left", ids[-63:]),
+        (-1, "right", ids[:63]),
+        (10, None, ids[-10:]),
+    ]:
         body = {"truncate_prompt_tokens": limit, "truncation_side": side, "return_token_ids": True, "max_tokens": 5}
         answer = await api.complete(prompt=ids, **body)
         assert answer["choices"][0]["prompt_token_ids"] == kept
