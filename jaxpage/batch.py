@@ -5,11 +5,14 @@ Shapes: T tokens of the ragged batch (padded to a bucket), B rows of requests (p
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from pallas_kernels import AttentionMetadata
+
+Device = Any
+"""A ``jax.Device``, which type checkers see as a variable and not as a type."""
 
 
 class ModelInputs(NamedTuple):

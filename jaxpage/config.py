@@ -103,7 +103,9 @@ class EngineArgs:
                 keyword["choices"] = field.metadata["choices"]
                 keyword["metavar"] = None if keyword["choices"] else keyword["type"].__name__.upper()
             group.add_argument(flag, **keyword)
-        group.add_argument("--model", default=cls.model, metavar="MODEL", help="built-in name, directory, .gguf or hub id")
+        group.add_argument(
+            "--model", default=cls.model, metavar="MODEL", help="built-in name, directory, .gguf or hub id"
+        )
         return parser
 
     @classmethod

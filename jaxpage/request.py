@@ -86,7 +86,9 @@ def check_token_ids(name: str, value: Any, vocab_size: int | None = None) -> lis
         raise ParameterError(name, f"must be a list of token ids, got {shown(value)}")
     high = None if vocab_size is None else vocab_size - 1
     # The common case (thousands of plain ints in range) must not pay for one call per token.
-    if all(type(token) is int for token in value) and (not value or (min(value) >= 0 and max(value) <= (high or 2**31))):
+    if all(type(token) is int for token in value) and (
+        not value or (min(value) >= 0 and max(value) <= (high or 2**31))
+    ):
         return list(value)
     return [check_int(f"{name}[{index}]", token, 0, high) for index, token in enumerate(value)]
 

@@ -1,7 +1,7 @@
 """Array kernels for paged attention. Depends on jax and numpy only, so that a researcher can use the package alone.
 
-One folder an operation: ``__init__`` holds the public function, which is the contract, ``reference`` defines it in plain
-float32 jax.numpy, and every other file is an implementation of the same function.
+One folder an operation: ``__init__`` holds the public function, which is the contract, ``reference`` defines it in
+plain float32 jax.numpy, and every other file is an implementation of the same function.
 """
 
 from pallas_kernels.kv_cache_update import write_kv

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy_reference
 import pytest
+
+if TYPE_CHECKING:
+    from jaxpage import LLM
 
 DATA = Path(__file__).parent / "data"
 TINY = DATA / "golden" / "tiny"
@@ -22,6 +31,12 @@ TINY_FAMILIES = (
 )
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiled programs are shared within a run, and never with the user's cache. Set here and not in a fixture because jax
+# reads it when it is imported; a developer who sets it keeps the programs from run to run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxpage-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 @pytest.fixture(scope="session")
@@ -50,13 +65,67 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     return make
 
 
-@pytest.fixture(scope="session", autouse=True)
-def own_compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled test programs are shared within a run, and never with the user's cache."""
-    previous = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("xla"))
-    yield
-    if previous is None:
-        del os.environ["JAX_COMPILATION_CACHE_DIR"]
-    else:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = previous
+class RandomModel(NamedTuple):
+    """A Hugging Face directory with random weights, and what is in it."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: numpy_reference.Tensors
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RandomModel]:
+    """Makes a two-layer Llama over the byte tokenizer of tests/data/tokenizers; keyword arguments change its config."""
+    from safetensors.numpy import save_file
+
+    base = json.loads((DATA / "tokenizers" / "fixtures.json").read_text(encoding="utf-8"))["tiny_model_config"]
+    made: dict[str, RandomModel] = {}
+
+    def make(**changes: Any) -> RandomModel:
+        key = json.dumps(changes, sort_keys=True)
+        if key not in made:
+            config = base | changes
+            tensors = numpy_reference.random_tensors(config)
+            directory = tmp_path_factory.mktemp("random-model")
+            shutil.copytree(DATA / "tokenizers" / "bytes_tokenizer", directory, dirs_exist_ok=True)
+            (directory / "config.json").write_text(json.dumps(config))
+            save_file(tensors, directory / "model.safetensors")
+            made[key] = RandomModel(directory, config, tensors)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llm_for() -> Callable[..., LLM]:
+    """Gives an ``LLM`` over a directory, built once per set of options and with an empty prefix cache.
+
+    Step shapes are compiled when first met, since a test meets few of them.
+    """
+    from jaxpage import LLM
+
+    built: dict[str, LLM] = {}
+    small = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 4}
+    small |= {"num_gpu_blocks_override": 128, "enforce_eager": True}
+
+    def build(directory: Path, **options: Any) -> LLM:
+        options = small | options
+        key = f"{directory} {sorted(options.items())}"
+        if key not in built:
+            built[key] = LLM(model=str(directory), **options)
+        llm = built[key]
+        assert not llm.engine.has_work, "the last test left requests in the engine"
+        llm.reset_prefix_cache()
+        return llm
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def random_ids() -> Callable[..., list[int]]:
+    """Draws token ids: a length and a seed give the same ones always."""
+
+    def draw(length: int, seed: int = 0, vocab_size: int = 256) -> list[int]:
+        return np.random.default_rng([seed, length]).integers(0, vocab_size, length).tolist()
+
+    return draw

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import rich.progress
 
+from jaxpage.batch import Device
 from jaxpage.config import EngineArgs, EngineConfig, resolve
 from jaxpage.engine.core import EngineCore
 from jaxpage.kv.manager import KVCacheManager
@@ -50,15 +51,14 @@ def build(args: EngineArgs) -> LoadedEngine:
     configure_jax()
     started = time.monotonic()
     device = jax.local_devices()[0]
-    checkpoint = open_checkpoint(resolve_model(args.model, args.revision))
+    is_dummy = args.load_format == "dummy"
+    checkpoint = open_checkpoint(resolve_model(args.model, args.revision), needs_weights=not is_dummy)
     model, specs = build_config(checkpoint.config, checkpoint.generation_config)
-    config = resolve(
-        args, model_max_len=model.max_position, vocab_size=model.vocab_size, platform=_platform(device)
-    )
+    config = resolve(args, model_max_len=model.max_position, vocab_size=model.vocab_size, platform=_platform(device))
     tokenizer_source = checkpoint if args.tokenizer is None else open_tokenizer_source(args.tokenizer)
     tokenizer = tokenizer_source.load_tokenizer()
     with StartupProgress() as progress:
-        if args.load_format == "dummy":
+        if is_dummy:
             params = dummy_params(model, specs, config.dtype, device, args.seed)
         else:
             params = load_params(checkpoint, model, specs, config.dtype, device, progress)
@@ -112,8 +112,8 @@ def configure_jax() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _platform(device: jax.Device) -> str:
-    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+def _platform(device: Device) -> str:
+    return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
 class StartupProgress:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpage.config import EngineArgs
@@ -30,7 +31,11 @@ from jaxpage.request import (
 )
 from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
 
+logger = logging.getLogger("jaxpage")
+
 Prompt = str | TextPrompt | TokensPrompt
+RECOMMENDED_VALUES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a checkpoint's generation_config may set for requests that leave it open."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -70,7 +75,7 @@ class Engine:
         self.model = loaded.model
         self.config = loaded.config
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.generation_config: dict[str, Any] = loaded.generation_config
+        self.generation_config: dict[str, Any] = _usable(loaded.generation_config)
         self._prompts: dict[str, PromptState] = {}
         self._samples: dict[Request, tuple[PromptState, Sample]] = {}
         self._seeds = random.Random(args.seed)
@@ -86,8 +91,8 @@ class Engine:
 
     def default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own recommendation, with the usual defaults for what it leaves open."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return SamplingParams(**{name: self.generation_config[name] for name in names if name in self.generation_config})
+        recommended = self.generation_config
+        return SamplingParams(**{name: recommended[name] for name in RECOMMENDED_VALUES if name in recommended})
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text, if there is one, and the ids of a prompt."""
@@ -243,7 +248,9 @@ class Engine:
         if is_over:
             self._prompts.pop(state.request_id, None)
         prompt_logprobs = None
-        if state.prompt_logprobs is not None and not (is_delta and state.sent_prompt_logprobs):
+        # Another sample may have tokens before the first one, which scores the prompt, is through with it.
+        is_scored = state.prompt_logprobs is not None and len(state.prompt_logprobs) == len(state.prompt_token_ids)
+        if state.prompt_logprobs is not None and is_scored and not (is_delta and state.sent_prompt_logprobs):
             prompt_logprobs = list(state.prompt_logprobs)
             state.sent_prompt_logprobs = True
         return RequestOutput(
@@ -259,9 +266,7 @@ class Engine:
     def _logprobs(self, scores: TokenScores) -> LogprobDict:
         token_id, logprob, rank, alternatives = scores
         name = self.tokenizer.token_string
-        listed = {
-            other: Logprob(value, place + 1, name(other)) for place, (other, value) in enumerate(alternatives)
-        }
+        listed = {other: Logprob(value, place + 1, name(other)) for place, (other, value) in enumerate(alternatives)}
         listed.setdefault(token_id, Logprob(logprob, rank, name(token_id)))
         return listed
 
@@ -286,6 +291,21 @@ def _completion(sample: Sample, is_delta: bool) -> CompletionOutput:
         stop_reason=sample.stop_reason,
         text_offsets=list(offsets),
     )
+
+
+def _usable(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the sampling values no request could have: they are the checkpoint's fault, not a client's."""
+    kept = dict(generation_config)
+    for name in RECOMMENDED_VALUES:
+        value = kept.get(name)
+        try:
+            if value is not None:
+                SamplingParams(**{name: value})
+                continue
+        except ParameterError as error:
+            logger.warning("generation_config.json: the value is ignored: %s", error)
+        kept.pop(name, None)
+    return kept
 
 
 def _without_prompt_logprobs(params: SamplingParams) -> SamplingParams:

@@ -91,9 +91,7 @@ class LLM:
         """Forgets all cached prefixes."""
         self.engine.core.scheduler.kv.pool.forget_names()
 
-    def _params_for(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):

@@ -17,7 +17,7 @@ def root_hash(cache_salt: str | None) -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a block with these tokens after ``parent``. Ids are hashed at fixed width, so borders cannot shift."""
+    """The name of a block with these tokens after ``parent``. Ids are hashed at fixed width: borders cannot shift."""
     return _digest(b"block", parent + array.array("q", token_ids).tobytes())
 
 

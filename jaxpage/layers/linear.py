@@ -28,7 +28,7 @@ def _weight_on_the_right(x: Float[Array, "T D"], matrix: Float[Array, "F D"]) ->
 
 def _weight_on_the_left(x: Float[Array, "T D"], matrix: Float[Array, "F D"]) -> Float[Array, "T F"]:
     # XLA's CPU matrix product repacks its operands on every call; for few tokens that is most of the time, and with the
-    # weight as left operand it costs about half. The barriers keep XLA from folding the transposes back into the product.
+    # weight as left operand it costs about half. The barriers keep XLA from folding the transposes back in.
     columns = lax.optimization_barrier(x.T)
     y = lax.dot_general(matrix, columns, (((1,), (0,)), ((), ())), preferred_element_type=jax.numpy.float32)
     return lax.optimization_barrier(y).T.astype(x.dtype)

@@ -28,7 +28,7 @@ KVCache = list[Float[Array, "num_blocks 2 K block_size H"]]
 def forward(
     params: Params, config: ModelConfig, kv_cache: KVCache, inputs: ModelInputs, attention_implementation: str = "auto"
 ) -> tuple[KVCache, Float[Array, "T D"]]:
-    """Runs all layers over a ragged batch: writes its keys and values, returns the cache and the final hidden states."""
+    """Runs all layers over a ragged batch: writes its keys and values; the cache and the last hidden states."""
     with jax.named_scope("embedding"):
         x = params["embedding"][inputs.token_ids]
         if config.embedding_scale != 1.0:
@@ -104,5 +104,3 @@ def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "R D"]) ->
 def num_parameters(params: Params) -> int:
     """Scalars in a parameter tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-

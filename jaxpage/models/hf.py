@@ -52,7 +52,7 @@ class HFConfig:
         return ACTIVATIONS[name]
 
     def rope(self, default_theta: float = 10000.0, part: str | None = None) -> RopeSpec:
-        """The rotary settings: ``rope_parameters`` (of ``part``, where layers differ), else the older top-level keys."""
+        """The rotary settings: ``rope_parameters`` (of ``part``, where layers differ), else top-level keys."""
         parameters = self.values.get("rope_parameters") or {}
         if part is not None and isinstance(parameters.get(part), Mapping):
             parameters = parameters[part]

@@ -16,7 +16,5 @@ NORM_NAMES = PRE_NORMS
 def config_from_hf(values: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelConfig:
     """One kind of layer, without biases."""
     config = HFConfig(values)
-    layer = LayerSpec(
-        rope=config.rope(), sliding_window=config.window(), activation=config.activation("hidden_act")
-    )
+    layer = LayerSpec(rope=config.rope(), sliding_window=config.window(), activation=config.activation("hidden_act"))
     return config.model_config(generation_config, (layer,) * config.integer("num_hidden_layers"))

@@ -87,9 +87,7 @@ def _layer_specs(
     if layer.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield _norm(config, (*here, name), f"{prefix}self_attn.{name}.weight", head_dim)
-    yield _plain(
-        (*here, "output"), f"{prefix}self_attn.o_proj.weight", (hidden, heads * head_dim), ("hidden", "heads")
-    )
+    yield _plain((*here, "output"), f"{prefix}self_attn.o_proj.weight", (hidden, heads * head_dim), ("hidden", "heads"))
     if layer.output_bias:
         yield _plain((*here, "output_bias"), f"{prefix}self_attn.o_proj.bias", (hidden,), ("hidden",))
 
@@ -113,9 +111,7 @@ def _layer_specs(
         yield _plain((*here, "down_bias"), f"{prefix}mlp.down_proj.bias", (hidden,), ("hidden",))
 
 
-def _plain(
-    path: tuple[str | int, ...], name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]
-) -> ParamSpec:
+def _plain(path: tuple[str | int, ...], name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamSpec:
     return ParamSpec(path, shape, axes, {name: shape}, lambda tensor: tensor)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-import jax
-
+from jaxpage.batch import Device
 from jaxpage.config import EngineArgs, EngineConfig
 from jaxpage.errors import StartupError
 
@@ -47,7 +46,7 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def free_bytes(device: jax.Device, utilization: float) -> int:
+def free_bytes(device: Device, utilization: float) -> int:
     """Bytes the engine may still take on ``device``."""
     if device.platform == "cpu":
         return int(available_host_bytes() * CPU_MEMORY_SHARE)
@@ -72,7 +71,7 @@ def available_host_bytes() -> int:
 
 
 def plan_kv_cache(
-    args: EngineArgs, config: EngineConfig, bytes_per_token: int, device: jax.Device, step_bytes: int
+    args: EngineArgs, config: EngineConfig, bytes_per_token: int, device: Device, step_bytes: int
 ) -> KVCachePlan:
     """Decides the number of blocks.
 

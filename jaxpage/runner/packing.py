@@ -74,6 +74,8 @@ class Packing:
         for field in self.fields:
             size = math.prod(field.shape)
             words = lax.slice_in_dim(packed, start, start + size).reshape(field.shape)
-            views[field.name] = words if field.dtype is np.int32 else lax.bitcast_convert_type(words, jnp.dtype(field.dtype))
+            views[field.name] = (
+                words if field.dtype is np.int32 else lax.bitcast_convert_type(words, jnp.dtype(field.dtype))
+            )
             start += size
         return views

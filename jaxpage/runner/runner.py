@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.batch import SamplingState, ScoredTokens, StepOutput
+from jaxpage.batch import Device, SamplingState, ScoredTokens, StepOutput
 from jaxpage.config import EngineArgs, EngineConfig
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import KVCache, Params
@@ -73,7 +73,7 @@ class Runner:
         model: ModelConfig,
         config: EngineConfig,
         params: Params,
-        device: jax.Device,
+        device: Device,
         progress: Progress = lambda stage, done, total: None,
     ) -> None:
         """Compiles every bucket, sizes the cache and allocates it.
@@ -213,11 +213,12 @@ class Runner:
 
     def _state_shapes(self) -> SamplingState:
         slots, vocab_size = self.config.max_num_seqs + 1, self.model.vocab_size
+        shape: Any = jax.ShapeDtypeStruct
         return SamplingState(
-            last_token=jax.ShapeDtypeStruct((slots,), jnp.int32),
-            token_counts=jax.ShapeDtypeStruct((slots, vocab_size), jnp.int32),
-            logit_bias=jax.ShapeDtypeStruct((slots, vocab_size), jnp.float32),
-            stop_ids=jax.ShapeDtypeStruct((slots, self._num_stop_ids), jnp.int32),
+            last_token=shape((slots,), jnp.int32),
+            token_counts=shape((slots, vocab_size), jnp.int32),
+            logit_bias=shape((slots, vocab_size), jnp.float32),
+            stop_ids=shape((slots, self._num_stop_ids), jnp.int32),
         )
 
 
@@ -242,6 +243,4 @@ def _admit_slot(state: SamplingState, slot, token_ids, num_prompt_tokens, bias, 
 
 def logprob_rows(scores: ScoredTokens, row: int, count: int) -> Sequence[tuple[int, float]]:
     """The ``count`` most likely (id, logprob) of a row of scores."""
-    return list(
-        zip(scores.top_ids[row, :count].tolist(), scores.top_logprobs[row, :count].tolist(), strict=True)
-    )
+    return list(zip(scores.top_ids[row, :count].tolist(), scores.top_logprobs[row, :count].tolist(), strict=True))

@@ -43,9 +43,7 @@ class SlotTable:
             values[slot] = getattr(params, name) if name != "top_k" or params.top_k < 2**31 else 0
         self.has_bias[slot] = bool(params.logit_bias) or params.allowed_token_ids is not None
         self.has_penalties[slot] = params.has_penalties
-        self.has_filters[slot] = not params.is_greedy and (
-            params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        )
+        self.has_filters[slot] = not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self.min_tokens[slot] = params.min_tokens
 
     def refresh_blocks(self, request: Request) -> None:

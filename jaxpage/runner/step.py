@@ -42,9 +42,7 @@ def step(
         logits = unembed(params, config, hidden[last_tokens])
     with jax.named_scope("sample"):
         sampling = sampling_tensors(fields)
-        token_ids = sample(
-            logits, sampling, state, flags["has_edits"], flags["has_randomness"], flags["has_filters"]
-        )
+        token_ids = sample(logits, sampling, state, flags["has_edits"], flags["has_randomness"], flags["has_filters"])
         sampled = lax.cond(
             flags["has_logprobs"],
             lambda: score(logits, token_ids, num_logprobs),

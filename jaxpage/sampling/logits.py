@@ -15,10 +15,8 @@ PROMPT_FLAG = 1 << 24
 """Set in ``SamplingState.token_counts`` where the id occurs in the prompt; counts stay below it."""
 
 
-def edit_logits(
-    logits: Float[Array, "B V"], sampling: SamplingTensors, state: SamplingState
-) -> Float[Array, "B V"]:
-    """Repetition, presence and frequency penalties, then the bias, then the mask of end ids, each where its row asks."""
+def edit_logits(logits: Float[Array, "B V"], sampling: SamplingTensors, state: SamplingState) -> Float[Array, "B V"]:
+    """Repetition, presence and frequency penalties, then the bias, then the mask of end ids, where a row asks."""
     rows = jnp.arange(len(logits))
     counts = state.token_counts[sampling.slots]
     generated = counts & (PROMPT_FLAG - 1)

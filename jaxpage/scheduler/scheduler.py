@@ -178,7 +178,7 @@ class Scheduler:
     def _make_room(
         self, request: Request, num_tokens: int, preempted: set[Request], scheduled: list[ScheduledRequest]
     ) -> bool:
-        """Grows the request's blocks, preempting the youngest others; False if the request cannot go on in this step."""
+        """Grows the request's blocks, preempting the youngest others; False if the request has to pause."""
         taken = {item.request for item in scheduled}
         while not self.kv.append_slots(request, num_tokens):
             victim = next((other for other in reversed(self.running) if other not in taken), request)

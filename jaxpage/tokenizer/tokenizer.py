@@ -132,6 +132,10 @@ class Tokenizer:
             chat_template=parts.chat_template,
         )
 
+    def save(self, path: Path) -> None:
+        """Writes the tokenizer.json that other programs read; without the chat template."""
+        self._backend.save(str(path))
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`; the text of special tokens becomes those tokens.
 

@@ -13,6 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from jaxpage.batch import Device
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
 from jaxpage.models.weight_map import ParamSpec
@@ -28,7 +29,7 @@ def load_params(
     config: ModelConfig,
     specs: Sequence[ParamSpec],
     dtype: str,
-    device: jax.Device,
+    device: Device,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Params:
     """Reads, assembles, converts and places every parameter; at most one is held on the host at a time.
@@ -46,9 +47,7 @@ def load_params(
     return params
 
 
-def dummy_params(
-    config: ModelConfig, specs: Sequence[ParamSpec], dtype: str, device: jax.Device, seed: int
-) -> Params:
+def dummy_params(config: ModelConfig, specs: Sequence[ParamSpec], dtype: str, device: Device, seed: int) -> Params:
     """Random weights of the right shapes: norms 1, biases 0, all else normal with the usual deviation 0.02."""
     key = jax.random.key(seed & 0x7FFFFFFF)
     params = _empty_tree(config)
@@ -77,9 +76,7 @@ def _check_names(checkpoint: Checkpoint, config: ModelConfig, specs: Sequence[Pa
         # Some writers store the tied table twice; the config says which one counts.
         extra = [name for name in extra if name != "lm_head.weight"]
     if extra:
-        raise WeightsError(
-            f"{checkpoint.path.name}: tensor {extra[0]} is not part of this model{_and_more(extra)}"
-        )
+        raise WeightsError(f"{checkpoint.path.name}: tensor {extra[0]} is not part of this model{_and_more(extra)}")
 
 
 def _and_more(names: list[str]) -> str:

@@ -59,19 +59,21 @@ class SafetensorsCheckpoint(Checkpoint):
     """A directory with config.json and either model.safetensors or an index over several shards.
 
     With an index, the index alone decides which file a tensor comes from: a file it does not name is not looked at, and
-    a tensor in a shard that it places elsewhere is ignored.
+    a tensor in a shard that it places elsewhere is ignored. Without ``needs_weights`` the checkpoint has no tensors.
 
     Raises:
         WeightsError: config.json, the index or a file is missing or damaged, or the index names a tensor that the file
             does not hold. All headers are checked at opening.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, needs_weights: bool = True) -> None:
         self.path = path
         self.config = read_json(path / "config.json")
         generation = path / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
-        self._tensors = _read_index(path) if (path / INDEX_FILE).exists() else _read_header(path / SINGLE_FILE)
+        self._tensors: dict[str, _Tensor] = {}
+        if needs_weights:
+            self._tensors = _read_index(path) if (path / INDEX_FILE).exists() else _read_header(path / SINGLE_FILE)
 
     def names(self) -> list[str]:
         return list(self._tensors)

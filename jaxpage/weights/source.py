@@ -26,16 +26,22 @@ _HUB_FILES += ["special_tokens_map.json", "added_tokens.json", "vocab.json", "me
 _HUB_STRAYS = ["*/*", "consolidated*", "*.py"]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint:
     """Open a directory in Hugging Face's layout, or a GGUF file.
 
     A directory is read as safetensors if it has an index or a model.safetensors; a directory with neither and exactly
     one .gguf file, as GGUF.
 
+    Args:
+        needs_weights: False if only config and tokenizer count: a directory then needs no weight files, and those it
+            has are not looked at.
+
     Raises:
         WeightsError: nothing there can be opened, or a file is missing, damaged or not supported.
     """
     if path.is_dir():
+        if not needs_weights and (path / "config.json").exists():
+            return SafetensorsCheckpoint(path, needs_weights=False)
         return _open_directory(path)
     if not path.is_file():
         raise WeightsError(f"{path}: no such file or directory")

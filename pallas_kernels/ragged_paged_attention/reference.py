@@ -32,9 +32,7 @@ def ragged_paged_attention(
         if sliding_window is not None:
             visible &= key_positions > position - sliding_window
         blocks = kv_cache[block_tables[request]].astype(jnp.float32)  # [max_blocks, 2, K, block_size, H]
-        keys, values = (
-            jnp.moveaxis(blocks[:, which], 1, 0).reshape(num_kv_heads, -1, head_dim) for which in range(2)
-        )
+        keys, values = (jnp.moveaxis(blocks[:, which], 1, 0).reshape(num_kv_heads, -1, head_dim) for which in range(2))
         values = jnp.where(visible[None, :, None], values, 0.0)
         query = q[token].astype(jnp.float32).reshape(num_kv_heads, group, head_dim)
         scores = jnp.einsum("kgh,ksh->kgs", query, keys) * scale

@@ -7,7 +7,6 @@ attended several at a time; longer stretches of queries (prefill) go through til
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int

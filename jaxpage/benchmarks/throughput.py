@@ -1,0 +1,85 @@
+"""``python -m jaxpage.benchmarks.throughput``: greedy decode tokens per second by batch size, beside peers if asked.
+
+Example, with an environment that has torch and transformers or vLLM:
+    python -m jaxpage.benchmarks.throughput --peer transformers --peer vllm --peer-python VENV/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxpage import LLM, EngineArgs, SamplingParams
+from jaxpage.benchmarks import peers, report
+from jaxpage.benchmarks.workloads import BATCH_SIZES, NEW_TOKENS, decode_prompts
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, action="append", help=f"batch size, repeatable; default {BATCH_SIZES}")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="tokens generated per request")
+    parser.add_argument(
+        "--peer", choices=peers.PEERS, action="append", default=[], help="engine to run beside, repeatable"
+    )
+    parser.add_argument("--peer-python", help="interpreter of the environment that has the peers")
+    parser.add_argument("--json", help="file for the result")
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(max_model_len=2048)
+    options = parser.parse_args(argv)
+    if options.peer and not options.peer_python:
+        parser.error("--peer needs --peer-python")
+    batches: list[int] = options.batch or list(BATCH_SIZES)
+    args = EngineArgs.from_cli_args(options)
+
+    results = {"jaxpage": measure(args, batches, options.new_tokens)}
+    with tempfile.TemporaryDirectory() as directory:
+        if options.peer:
+            peers.export(args.model, Path(directory))
+        for peer in options.peer:
+            results[peer] = peers.measure(
+                peer, options.peer_python, Path(directory), decode_prompts(max(batches)), batches, options.new_tokens
+            )
+    rows = _rows(results, batches)
+    print(report.table(rows))
+    for name, value in report.machine().items():
+        print(f"{name}: {value}")
+    report.write(options.json, "throughput", rows, model=args.model, new_tokens=options.new_tokens)
+
+
+def measure(args: EngineArgs, batches: list[int], new_tokens: int) -> dict[str, Any]:
+    """jaxpage's tokens per second by batch size: the better of two runs, after one run to warm up."""
+    started = time.perf_counter()
+    llm = LLM(**vars(args))
+    result: dict[str, Any] = {"ready_s": time.perf_counter() - started, "tokens_per_s": {}}
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    llm.generate(decode_prompts(1), params, use_tqdm=False)
+    for batch in batches:
+        rates = []
+        for repeat in range(2):
+            prompts = [f"{repeat}. {prompt}" for prompt in decode_prompts(batch)]
+            begun = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            rates.append(batch * new_tokens / (time.perf_counter() - begun))
+        result["tokens_per_s"][str(batch)] = max(rates)
+    return result
+
+
+def _rows(results: dict[str, dict[str, Any]], batches: list[int]) -> list[dict[str, Any]]:
+    ours = results["jaxpage"]["tokens_per_s"]
+    rows = []
+    for name, result in results.items():
+        row: dict[str, Any] = {"engine": name, "start to ready s": result["ready_s"]}
+        for batch in batches:
+            rate = result["tokens_per_s"][str(batch)]
+            row[f"batch {batch} tok/s"] = rate
+            row[f"jaxpage/x at {batch}"] = ours[str(batch)] / rate
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""The contract of ragged paged attention: every implementation on every geometry and mix of requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionMetadata, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import IMPLEMENTATIONS
+
+# One padded shape for all batches of a geometry, so that each implementation is compiled once for it.
+NUM_TOKENS = 160
+NUM_ROWS = 18
+MAX_CONTEXT = 320
+CACHE_TOKENS = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    def __str__(self) -> str:
+        return f"{self.num_heads}of{self.num_kv_heads}-dim{self.head_dim}-block{self.block_size}"
+
+
+SMALL = Geometry(4, 2, 16, 4)
+GEOMETRIES = (
+    SMALL,
+    Geometry(4, 4, 24, 16),
+    Geometry(4, 1, 64, 32),
+    Geometry(9, 3, 64, 16),
+    Geometry(5, 1, 16, 4),
+    Geometry(4, 2, 24, 32),
+)
+EDGES = (1, 63, 64, 65, 255, 256, 257, 320)
+
+# (query tokens, tokens in the cache with them) of each request
+BATCHES: dict[str, Sequence[tuple[int, int]]] = {
+    "one decode": [(1, 65)],
+    "three decodes": [(1, 1), (1, 257), (1, 64)],
+    "eight decodes at chunk edges": [(1, length) for length in EDGES],
+    "seventeen decodes": [(1, length) for length in (*EDGES, 2, 3, 4, 5, 31, 32, 33, 100, 128)],
+    "prompt of 63": [(63, 63)],
+    "prompt of 64": [(64, 64)],
+    "prompt of 65": [(65, 65)],
+    "prompt of 130": [(130, 130)],
+    "prompt that fills the batch": [(160, 160)],
+    "prompts": [(2, 2), (63, 63), (65, 65), (3, 3)],
+    "decodes, then prompts": [(1, 30), (1, 256), (64, 64), (7, 7)],
+    "prompts, then decodes": [(64, 64), (7, 7), (1, 30), (1, 256)],
+    "prompts between decodes": [(1, 257), (65, 65), (1, 1), (66, 66), (1, 64)],
+    "chunks of prompts": [(1, 90), (63, 255), (5, 256), (64, 257), (2, 65)],
+    "last chunk of one token": [(1, 64), (9, 64), (1, 65)],
+    "nothing": [],
+}
+
+
+@dataclasses.dataclass
+class Case:
+    """A batch and, per request, the keys and values it owns in order of position."""
+
+    q: np.ndarray
+    kv_cache: np.ndarray
+    metadata: AttentionMetadata
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+
+def make_case(
+    geometry: Geometry,
+    requests: Sequence[tuple[int, int]],
+    seed: int = 0,
+    num_shared_blocks: int = 0,
+    num_tokens: int = NUM_TOKENS,
+    num_rows: int = NUM_ROWS,
+) -> Case:
+    """Random requests over blocks in random order. All that nobody owns is NaN, the scratch block 0 included.
+
+    The first ``num_shared_blocks`` blocks of all requests are the same ones. What the tables hold past a request's
+    last block is any block.
+    """
+    random = np.random.default_rng(seed)
+    size, num_blocks = geometry.block_size, CACHE_TOKENS // geometry.block_size
+    shape = (num_blocks, 2, geometry.num_kv_heads, size, geometry.head_dim)
+    kv_cache = np.full(shape, np.nan, np.float32)
+    free = list(random.permutation(np.arange(1, num_blocks)))
+    shared = [free.pop() for _ in range(num_shared_blocks)]
+    kv_cache[shared] = random.standard_normal((len(shared), *shape[1:]))
+    tables = random.integers(0, num_blocks, (num_rows, MAX_CONTEXT // size)).astype(np.int32)
+    keys, values = [], []
+    for row, (_, length) in enumerate(requests):
+        blocks = shared + [free.pop() for _ in range(-(-length // size) - num_shared_blocks)]
+        tables[row, : len(blocks)] = blocks
+        for position in range(num_shared_blocks * size, length):
+            entry = random.standard_normal((2, geometry.num_kv_heads, geometry.head_dim))
+            kv_cache[blocks[position // size], :, :, position % size] = entry
+        own = np.moveaxis(kv_cache[blocks], 3, 1).reshape(-1, 2, *shape[2:3], shape[4])[:length]
+        keys.append(own[:, 0])
+        values.append(own[:, 1])
+    lengths = np.zeros(num_rows, np.int32)
+    lengths[: len(requests)] = [length for _, length in requests]
+    starts = np.full(num_rows + 1, sum(count for count, _ in requests), np.int32)
+    starts[: len(requests) + 1] = np.cumsum([0] + [count for count, _ in requests])
+    q = random.standard_normal((num_tokens, geometry.num_heads, geometry.head_dim)).astype(np.float32)
+    return Case(q, kv_cache, AttentionMetadata(tables, lengths, starts), keys, values)
+
+
+def oracle(case: Case, scale: float, sliding_window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
+    """Attention request by request in float64, without blocks or batches."""
+    out = np.zeros_like(case.q)
+    for row, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        first, last = case.metadata.cu_seqlens_q[row : row + 2]
+        group = case.q.shape[1] // keys.shape[1]
+        keys, values = np.repeat(keys, group, axis=1).astype(float), np.repeat(values, group, axis=1).astype(float)
+        for token in range(first, last):
+            position = len(keys) - (last - token)
+            low = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            scores = np.einsum("nh,snh->ns", case.q[token].astype(float), keys[low : position + 1]) * scale
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            out[token] = np.einsum("ns,snh->nh", weights, values[low : position + 1])
+    return out
+
+
+@functools.cache
+def compiled(implementation: str, **options: Any) -> Any:
+    return jax.jit(functools.partial(ragged_paged_attention, implementation=implementation, **options))
+
+
+def attend(implementation: str, case: Case, dtype: Any = np.float32, **options: Any) -> np.ndarray:
+    q, kv_cache = jnp.asarray(case.q, dtype), jnp.asarray(case.kv_cache, dtype)
+    out = compiled(implementation, **options)(q, kv_cache, AttentionMetadata(*map(jnp.asarray, case.metadata)))
+    assert out.dtype == dtype
+    return np.asarray(out, np.float32)
+
+
+def check(implementation: str, case: Case, **options: Any) -> None:
+    """The reference agrees with the oracle, the others with the reference; padding is zero."""
+    options.setdefault("scale", case.q.shape[2] ** -0.5)
+    expected = oracle(case, **options) if implementation == "reference" else attend("reference", case, **options)
+    out = attend(implementation, case, **options)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    assert not out[case.metadata.cu_seqlens_q[-1] :].any(), "padding tokens must be zero"
+
+
+@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+class TestContract:
+    @pytest.mark.parametrize("batch", BATCHES)
+    @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+    def test_batches(self, implementation: str, geometry: Geometry, batch: str) -> None:
+        check(implementation, make_case(geometry, BATCHES[batch], seed=len(batch)))
+
+    @pytest.mark.parametrize("geometry", [SMALL, Geometry(9, 3, 64, 16)], ids=str)
+    def test_requests_share_the_blocks_of_a_common_prefix(self, implementation: str, geometry: Geometry) -> None:
+        num_shared = 64 // geometry.block_size
+        case = make_case(geometry, [(1, 65), (20, 84), (1, 200), (70, 134)], num_shared_blocks=num_shared)
+        check(implementation, case)
+
+    @pytest.mark.parametrize("sliding_window", [1, 5, 32, 1000])
+    def test_sliding_window(self, implementation: str, sliding_window: int) -> None:
+        for batch in ("seventeen decodes", "prompt of 130", "chunks of prompts", "prompts between decodes"):
+            check(implementation, make_case(SMALL, BATCHES[batch], seed=1), sliding_window=sliding_window)
+
+    def test_window_of_one_returns_the_value_of_the_query_itself(self, implementation: str) -> None:
+        case = make_case(SMALL, [(1, 100), (3, 3)])
+        out = attend(implementation, case, scale=0.25, sliding_window=1)
+        own = np.concatenate([case.values[0][-1:], case.values[1]])
+        np.testing.assert_allclose(out[:4], np.repeat(own, 2, axis=1), rtol=1e-6)
+
+    def test_scale_and_soft_cap(self, implementation: str) -> None:
+        for batch in ("eight decodes at chunk edges", "prompts between decodes"):
+            check(implementation, make_case(SMALL, BATCHES[batch], seed=2), scale=2.0, soft_cap=3.0)
+
+    def test_soft_cap_with_sliding_window(self, implementation: str) -> None:
+        case = make_case(SMALL, BATCHES["chunks of prompts"], seed=3)
+        check(implementation, case, scale=1.0, soft_cap=2.0, sliding_window=40)
+
+    @pytest.mark.parametrize("requests", [[(1, 70)], [(1, 3), (1, 64), (1, 65)], [(5, 9), (2, 2)], [(66, 67)]], ids=str)
+    def test_shapes_without_padding(self, implementation: str, requests: list[tuple[int, int]]) -> None:
+        num_tokens = sum(count for count, _ in requests)
+        check(implementation, make_case(SMALL, requests, num_tokens=num_tokens, num_rows=len(requests)))
+
+    def test_bfloat16(self, implementation: str) -> None:
+        for batch in ("seventeen decodes", "chunks of prompts"):
+            case = make_case(SMALL, BATCHES[batch], seed=4)
+            out = attend(implementation, case, jnp.bfloat16, scale=0.25)
+            np.testing.assert_allclose(out, oracle(case, 0.25), rtol=3e-2, atol=3e-2)
+
+    def test_large_scores_do_not_overflow(self, implementation: str) -> None:
+        case = make_case(SMALL, BATCHES["prompts between decodes"], seed=5)
+        out = attend(implementation, case, scale=1e4)
+        assert np.isfinite(out).all()
+        assert np.abs(out).max() <= np.nanmax(np.abs(case.kv_cache)) * (1 + 1e-6)
+
+    def test_same_call_twice_is_bit_equal(self, implementation: str) -> None:
+        case = make_case(SMALL, BATCHES["chunks of prompts"], seed=6)
+        first, second = (attend(implementation, case, scale=0.25) for _ in range(2))
+        np.testing.assert_array_equal(first, second)
+
+    def test_where_the_blocks_lie_does_not_change_a_bit(self, implementation: str) -> None:
+        case = make_case(SMALL, BATCHES["prompts between decodes"], seed=7)
+        order = np.random.default_rng(0).permutation(len(case.kv_cache))
+        moved = dataclasses.replace(
+            case,
+            kv_cache=case.kv_cache[order],
+            metadata=case.metadata._replace(block_tables=np.argsort(order).astype(np.int32)[case.metadata[0]]),
+        )
+        np.testing.assert_array_equal(
+            attend(implementation, moved, scale=0.25), attend(implementation, case, scale=0.25)
+        )
+
+    @pytest.mark.parametrize("row", [0, 3, 7])
+    def test_a_decode_does_not_notice_its_neighbours(self, implementation: str, row: int) -> None:
+        first = make_case(SMALL, [(1, 100)] * 8, seed=8)
+        alone = attend(implementation, first, scale=0.25)[row]
+        for seed, lengths in enumerate([[5] * 8, [320] * 8, [64, 1, 300, 2, 65, 255, 30, 129]]):
+            lengths[row] = 100
+            second = make_case(SMALL, [(1, length) for length in lengths], seed=100 + seed)
+            second.q[row] = first.q[row]
+            for position in range(100):
+                block, offset = divmod(position, SMALL.block_size)
+                source = first.kv_cache[first.metadata.block_tables[row, block], :, :, offset]
+                second.kv_cache[second.metadata.block_tables[row, block], :, :, offset] = source
+            np.testing.assert_array_equal(attend(implementation, second, scale=0.25)[row], alone)
+
+    def test_growing_contexts_do_not_compile_again(self, implementation: str) -> None:
+        attend(implementation, make_case(SMALL, [(1, 1)]), scale=0.25)
+        function = compiled(implementation, scale=0.25)
+        num_programs = function._cache_size()
+        for requests in ([(1, 320)], [(160, 160)], [(1, 9), (20, 300)], []):
+            attend(implementation, make_case(SMALL, requests), scale=0.25)
+        assert function._cache_size() == num_programs
+
+
+class TestDispatch:
+    def test_auto_takes_the_first_implementation(self) -> None:
+        case = make_case(SMALL, BATCHES["decodes, then prompts"])
+        first = next(iter(IMPLEMENTATIONS))
+        np.testing.assert_array_equal(attend("auto", case, scale=0.25), attend(first, case, scale=0.25))
+
+    def test_an_implementation_that_does_not_take_the_case_is_passed_over(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuses(*arguments: Any, **options: Any) -> Any:
+            raise NotImplementedError("not this case")
+
+        def accepts(*arguments: Any, **options: Any) -> str:
+            return "result"
+
+        case = make_case(SMALL, [(1, 1)])
+        monkeypatch.setitem(IMPLEMENTATIONS, next(iter(IMPLEMENTATIONS)), refuses)
+        monkeypatch.setitem(IMPLEMENTATIONS, "reference", accepts)
+        assert ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0) == "result"
+        monkeypatch.setitem(IMPLEMENTATIONS, "reference", refuses)
+        with pytest.raises(NotImplementedError, match="xla: not this case.*reference: not this case"):
+            ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0)
+
+    def test_unknown_implementation(self) -> None:
+        case = make_case(SMALL, [(1, 1)])
+        with pytest.raises(ValueError, match="implementation must be auto or one of .*'fastest'"):
+            ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0, implementation="fastest")
+
+    def test_heads_that_cannot_be_grouped(self) -> None:
+        case = make_case(SMALL, [(1, 1)])
+        with pytest.raises(ValueError, match="num_heads 3 is not a multiple of num_kv_heads 2"):
+            ragged_paged_attention(case.q[:, :3], case.kv_cache, case.metadata, scale=1.0)

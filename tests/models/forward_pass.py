@@ -1,0 +1,58 @@
+"""Runs the decoder's forward pass alone: one request, any cut of its tokens into steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage.batch import ModelInputs
+from jaxpage.engine.build import configure_jax
+from jaxpage.models.decoder import forward, unembed
+from jaxpage.models.registry import build_config
+from jaxpage.runner.buckets import bucket_for
+from jaxpage.weights import open_checkpoint
+from jaxpage.weights.loader import load_params
+from pallas_kernels import AttentionMetadata
+
+
+class ForwardPass:
+    """A model in float32 with the blocks of one request, which lie in the cache in descending order."""
+
+    def __init__(self, directory: Path, *, block_size: int = 4, num_blocks: int = 33) -> None:
+        configure_jax()
+        checkpoint = open_checkpoint(directory)
+        self.config, specs = build_config(checkpoint.config, checkpoint.generation_config)
+        self.params = load_params(checkpoint, self.config, specs, "float32", jax.local_devices()[0])
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self._step = jax.jit(self._compute)
+
+    def logits(self, token_ids: list[int], step_sizes: list[int], buckets: tuple[int, ...] = (1, 8, 96)) -> np.ndarray:
+        """Logits of all positions, computed ``step_sizes[i]`` tokens at a time; a step is padded to a bucket."""
+        assert sum(step_sizes) == len(token_ids)
+        config = self.config
+        shape = (self.num_blocks, 2, config.num_kv_heads, self.block_size, config.head_dim)
+        # What nobody has written must not be read.
+        cache = [jnp.full(shape, jnp.nan, jnp.float32) for _ in config.layers]
+        block_table = np.arange(self.num_blocks - 1, 0, -1, dtype=np.int32)
+        rows, start = [], 0
+        for size in step_sizes:
+            padded = bucket_for(list(buckets), size)
+            ids, positions, slots = (np.zeros(padded, np.int32) for _ in range(3))
+            ids[:size] = token_ids[start : start + size]
+            positions[:size] = np.arange(start, start + size)
+            used = positions[:size]
+            slots[:size] = block_table[used // self.block_size] * self.block_size + used % self.block_size
+            metadata = AttentionMetadata(
+                block_table[None], np.array([start + size], np.int32), np.array([0, size], np.int32)
+            )
+            cache, logits = self._step(self.params, cache, ModelInputs(ids, positions, slots, metadata))
+            rows.append(np.asarray(logits)[:size])
+            start += size
+        return np.concatenate(rows)
+
+    def _compute(self, params, cache, inputs):
+        cache, hidden = forward(params, self.config, cache, inputs)
+        return cache, unembed(params, self.config, hidden)
