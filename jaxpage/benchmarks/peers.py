@@ -63,7 +63,7 @@ def export(model: str, directory: Path) -> Path:
 
 
 def _vllm(job: dict[str, Any]) -> Any:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     llm = LLM(model=job["model"], dtype="float32", max_model_len=2048, max_num_seqs=64)
     params = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True)
@@ -71,7 +71,7 @@ def _vllm(job: dict[str, Any]) -> Any:
 
 
 def _transformers(job: dict[str, Any]) -> Any:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")

@@ -153,7 +153,12 @@ class Scheduler:
                     break
                 count = budget
             if not self.kv.admit(request, prefix, num_cached + count):
-                break
+                if self.running:
+                    break
+                # All blocks are free: it was preempted when it had grown as long as the pool, and can go no further.
+                self.finish(request, FinishReason.LENGTH)
+                self.ended_while_scheduling.append(request)
+                continue
             self.waiting.popleft()
             request.status = RequestStatus.RUNNING
             request.slot = self._free_slots.pop()
@@ -204,6 +209,8 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
+        # The last full block may hold a token that was not known yet when it was scheduled.
+        self.kv.name_full_blocks(request)
         self.kv.free(request)
         self._free_slots.append(request.slot)
         request.slot = -1

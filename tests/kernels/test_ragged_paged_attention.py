@@ -187,7 +187,7 @@ class TestContract:
         case = make_case(SMALL, BATCHES["chunks of prompts"], seed=3)
         check(implementation, case, scale=1.0, soft_cap=2.0, sliding_window=40)
 
-    @pytest.mark.parametrize("requests", [[(1, 70)], [(1, 3), (1, 64), (1, 65)], [(5, 9), (2, 2)], [(66, 67)]], ids=str)
+    @pytest.mark.parametrize("requests", [[(1, 70)], [(1, 3), (1, 64), (1, 65)], [(66, 67), (2, 2)]], ids=str)
     def test_shapes_without_padding(self, implementation: str, requests: list[tuple[int, int]]) -> None:
         num_tokens = sum(count for count, _ in requests)
         check(implementation, make_case(SMALL, requests, num_tokens=num_tokens, num_rows=len(requests)))
@@ -225,7 +225,7 @@ class TestContract:
     def test_a_decode_does_not_notice_its_neighbours(self, implementation: str, row: int) -> None:
         first = make_case(SMALL, [(1, 100)] * 8, seed=8)
         alone = attend(implementation, first, scale=0.25)[row]
-        for seed, lengths in enumerate([[5] * 8, [320] * 8, [64, 1, 300, 2, 65, 255, 30, 129]]):
+        for seed, lengths in enumerate([[5] * 8, [240] * 8, [64, 1, 300, 2, 65, 255, 30, 129]]):
             lengths[row] = 100
             second = make_case(SMALL, [(1, length) for length in lengths], seed=100 + seed)
             second.q[row] = first.q[row]

@@ -27,9 +27,8 @@ class ForwardPass:
         self.config, specs = build_config(checkpoint.config, checkpoint.generation_config)
         self.params = load_params(checkpoint, self.config, specs, "float32", jax.local_devices()[0])
         self.block_size, self.num_blocks = block_size, num_blocks
-        self._step = jax.jit(self._compute)
 
-    def logits(self, token_ids: list[int], step_sizes: list[int], buckets: tuple[int, ...] = (1, 8, 96)) -> np.ndarray:
+    def logits(self, token_ids: list[int], step_sizes: list[int], buckets: tuple[int, ...] = (1, 96)) -> np.ndarray:
         """Logits of all positions, computed ``step_sizes[i]`` tokens at a time; a step is padded to a bucket."""
         assert sum(step_sizes) == len(token_ids)
         config = self.config
@@ -48,11 +47,9 @@ class ForwardPass:
             metadata = AttentionMetadata(
                 block_table[None], np.array([start + size], np.int32), np.array([0, size], np.int32)
             )
-            cache, logits = self._step(self.params, cache, ModelInputs(ids, positions, slots, metadata))
-            rows.append(np.asarray(logits)[:size])
+            inputs = jax.tree.map(jnp.asarray, ModelInputs(ids, positions, slots, metadata))
+            # Not under one jit: layers are jitted one by one, and equal ones are compiled once.
+            cache, hidden = forward(self.params, config, cache, inputs)
+            rows.append(np.asarray(unembed(self.params, config, hidden))[:size])
             start += size
         return np.concatenate(rows)
-
-    def _compute(self, params, cache, inputs):
-        cache, hidden = forward(params, self.config, cache, inputs)
-        return cache, unembed(params, self.config, hidden)

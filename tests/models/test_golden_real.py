@@ -1,0 +1,97 @@
+"""Two real models, from their quantised GGUF files, against Hugging Face's numbers for the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from conftest import DATA
+
+from jaxpage import LLM, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxpage.request import LogprobDict
+
+REAL = DATA / "golden" / "real"
+MODELS = {"smollm2-135m": "smollm2-135m-instruct", "gemma3-270m": "gemma-3-270m"}
+NUM_STEPS = 48
+TOP = 20
+TOLERANCE = 1e-3
+NEAR_TIE = 2e-3
+"""Two tokens whose logits are closer than this may change places between correct implementations."""
+
+
+class Run(NamedTuple):
+    """A model's reference numbers, and what the engine made of the same prompts."""
+
+    prompts: dict[str, dict[str, Any]]
+    numbers: Any
+    tokenized: dict[str, list[int]]
+    outputs: dict[str, RequestOutput]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def run(request: pytest.FixtureRequest, builtin_gguf: Callable[[str], Path]) -> Run:
+    prompts = {prompt["name"]: prompt for prompt in json.loads((REAL / f"{request.param}.json").read_text())["prompts"]}
+    numbers = np.load(REAL / f"{request.param}.npz")
+    llm = LLM(
+        model=str(builtin_gguf(MODELS[request.param])),
+        max_num_batched_tokens=256,
+        max_num_seqs=16,
+        max_model_len=2048,
+        enforce_eager=True,
+    )
+    tokenizer = llm.get_tokenizer()
+    tokenized = {
+        name: tokenizer.encode(prompt["text"], add_special_tokens=prompt["add_special_tokens"])
+        for name, prompt in prompts.items()
+    }
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_STEPS, ignore_eos=True, logprobs=TOP, prompt_logprobs=1, detokenize=False
+    )
+    ids = [{"prompt_token_ids": numbers[f"{name}.prompt_ids"].tolist()} for name in prompts]
+    outputs = llm.generate(ids, params, use_tqdm=False)
+    return Run(prompts, numbers, tokenized, dict(zip(prompts, outputs, strict=True)))
+
+
+def test_prompts_are_tokenized_alike(run: Run) -> None:
+    for name in run.prompts:
+        assert run.tokenized[name] == run.numbers[f"{name}.prompt_ids"].tolist(), name
+
+
+def test_greedy_tokens_are_equal(run: Run) -> None:
+    for name, output in run.outputs.items():
+        assert run.numbers[f"{name}.gap"].min() > NEAR_TIE, "a near tie: go on along the golden tokens after it"
+        assert output.outputs[0].token_ids == run.numbers[f"{name}.greedy_ids"].tolist(), name
+
+
+def test_prompt_logprobs(run: Run) -> None:
+    for name, output in run.outputs.items():
+        ids = output.prompt_token_ids
+        scores = [listed[token].logprob for listed, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+        expected = run.numbers[f"{name}.prompt_logprobs"][1:]
+        np.testing.assert_allclose(scores, expected, rtol=0, atol=TOLERANCE, err_msg=name)
+
+
+def test_top_logprobs_of_every_step(run: Run) -> None:
+    for name, output in run.outputs.items():
+        for step, listed in enumerate(output.outputs[0].logprobs):
+            ids = run.numbers[f"{name}.step_top_ids"][step].tolist()
+            logprobs = run.numbers[f"{name}.step_top_logprobs"][step]
+            check_top(listed, ids, logprobs, f"{name}, step {step}")
+
+
+def check_top(listed: LogprobDict, ids: list[int], logprobs: np.ndarray, where: str) -> None:
+    """The same ids with the same logprobs, except that ids as likely as the last one may be others."""
+    assert len(listed) == TOP, where
+    for token, logprob in zip(ids, logprobs, strict=True):
+        if token in listed:
+            assert abs(listed[token].logprob - logprob) < TOLERANCE, f"{where}, id {token}"
+        else:
+            assert logprob - logprobs[-1] < NEAR_TIE, f"{where}: id {token} is missing"
+    ours = sorted((value.logprob for value in listed.values()), reverse=True)
+    np.testing.assert_allclose(ours, logprobs, rtol=0, atol=TOLERANCE, err_msg=where)
