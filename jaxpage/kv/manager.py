@@ -36,11 +36,16 @@ class KVCacheManager:
         return self.pool.find(request.block_hashes[:limit])
 
     def admit(self, request: Request, prefix: list[int], num_tokens: int) -> bool:
-        """Gives a request without blocks its cached ``prefix`` and room for ``num_tokens`` in all, or nothing."""
+        """Gives a request without blocks its cached ``prefix`` and room for ``num_tokens`` in all, or nothing.
+
+        The pool must have room for all tokens the request has, though later chunks take theirs later: a prompt that is
+        admitted for its first chunk alone would soon be preempted and begin again.
+        """
         assert not request.block_ids, f"request {request.request_id} is admitted while it holds blocks"
-        new = self.blocks_for(num_tokens) - len(prefix)
-        if new + self.pool.num_unheld(prefix) > self.pool.num_free:
+        needed = self.blocks_for(max(num_tokens, len(request.token_ids))) - len(prefix)
+        if needed + self.pool.num_unheld(prefix) > self.pool.num_free:
             return False
+        new = self.blocks_for(num_tokens) - len(prefix)
         self.pool.hold(prefix)
         request.block_ids = prefix + self.pool.allocate(new)
         self.num_queried_tokens += len(request.token_ids)

@@ -64,15 +64,16 @@ def _layer(
     with jax.named_scope("attention"):
         normed = rms_norm(x, params["attention_norm"], config.norm_eps)
         qkv = linear(normed, params["qkv"], params.get("qkv_bias"))  # [T, K, G + 2, H]
-        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-        q = q.reshape(len(x), config.num_heads, config.head_dim)
+        qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if spec.qk_norm:
-            q = rms_norm(q, params["q_norm"], config.norm_eps)
-            k = rms_norm(k, params["k_norm"], config.norm_eps)
-        q, k = rotate(q, rope), rotate(k, rope)
+            group = config.num_heads // config.num_kv_heads
+            scales = jnp.stack([params["q_norm"]] * group + [params["k_norm"]])
+            qk = rms_norm(qk, scales, config.norm_eps)
+        qk = rotate(qk.reshape(len(x), -1, config.head_dim), rope).reshape(qk.shape)
+        q, k = qk[:, :, :-1], qk[:, :, -1]
         kv_cache = write_kv(kv_cache, k, v, inputs.slot_mapping)
         attended = ragged_paged_attention(
-            q,
+            q.reshape(len(x), config.num_heads, config.head_dim),
             kv_cache,
             inputs.attention,
             scale=config.attention_scale,

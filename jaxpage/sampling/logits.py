@@ -58,8 +58,9 @@ def filter_logits(logits: Float[Array, "B V"], sampling: SamplingTensors) -> Flo
 
 
 def _ordered_keys(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
-    """Unsigned integers in the order of the floats (both zeros count as equal: +0.0 is added first)."""
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32) + 0.0, jnp.uint32)
+    """Unsigned integers in the order of the floats; both zeros count as equal."""
+    # Adding +0.0 would not do: XLA drops that addition.
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x.astype(jnp.float32)), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

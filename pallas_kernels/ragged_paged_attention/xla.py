@@ -17,7 +17,9 @@ DECODE_CHUNK_TOKENS = 64
 PREFILL_TILE_TOKENS = 64
 PREFILL_CHUNK_TOKENS = 256
 MASKED_SCORE = -1e30
-"""Finite, so that a fully masked chunk gives exp(0) * 0 and not NaN."""
+LOWEST_BEST = -1e29
+"""The running maximum starts above the masked score, so that a masked key weighs exp(-huge) = 0 even before any key is
+seen, and neither NaN nor a second mask can arise."""
 
 
 def ragged_paged_attention(
@@ -154,7 +156,7 @@ class _Attend:
             scores = jnp.where(mask, scores, MASKED_SCORE)
             new_best = jnp.maximum(best, jnp.max(scores, axis=(1, 4)))
             decay = jnp.exp(best - new_best)
-            weights = jnp.where(mask, jnp.exp(scores - new_best[:, None, :, :, None]), 0.0)
+            weights = jnp.exp(scores - new_best[:, None, :, :, None])
             # A weight of zero times NaN is NaN: values that no query of the row sees are selected away.
             seen = jnp.swapaxes(jnp.any(mask, axis=3, keepdims=True), 3, 4)
             values = jnp.where(seen, values, 0).astype(jnp.float32)
@@ -168,7 +170,7 @@ class _Attend:
             oldest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions))
             start = jnp.minimum(jnp.maximum(oldest - self.sliding_window + 1, 0) // chunk, end).astype(jnp.int32)
         shape = (num_rows, self.num_kv_heads, num_queries * group)
-        initial = (start, jnp.full(shape, MASKED_SCORE), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+        initial = (start, jnp.full(shape, LOWEST_BEST), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
         _, _, total, out = lax.while_loop(lambda state: state[0] < end, one_chunk, initial)
         out = out / jnp.where(total > 0, total, 1.0)[..., None]
         out = out.reshape(num_rows, self.num_kv_heads, num_queries, group, head_dim)

@@ -264,12 +264,12 @@ class TestDispatch:
         monkeypatch.setitem(IMPLEMENTATIONS, "reference", accepts)
         assert ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0) == "result"
         monkeypatch.setitem(IMPLEMENTATIONS, "reference", refuses)
-        with pytest.raises(NotImplementedError, match="xla: not this case.*reference: not this case"):
+        with pytest.raises(NotImplementedError, match=r"xla: not this case.*reference: not this case"):
             ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0)
 
     def test_unknown_implementation(self) -> None:
         case = make_case(SMALL, [(1, 1)])
-        with pytest.raises(ValueError, match="implementation must be auto or one of .*'fastest'"):
+        with pytest.raises(ValueError, match=r"implementation must be auto or one of .*'fastest'"):
             ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0, implementation="fastest")
 
     def test_heads_that_cannot_be_grouped(self) -> None:

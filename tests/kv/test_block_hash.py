@@ -26,7 +26,14 @@ def test_equal_content_has_equal_names() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [([1, 23], [12, 3]), ([0, 1], [1, 0]), ([256, 0], [1, 0]), ([256, 0], [0, 1]), ([0], [0, 0]), ([2**31], [-(2**31)])],
+    [
+        ([1, 23], [12, 3]),
+        ([0, 1], [1, 0]),
+        ([256, 0], [1, 0]),
+        ([256, 0], [0, 1]),
+        ([0], [0, 0]),
+        ([2**31], [-(2**31)]),
+    ],
 )
 def test_token_lists_that_look_alike_when_joined(first: list[int], second: list[int]) -> None:
     assert block_hash(root_hash(None), first) != block_hash(root_hash(None), second)

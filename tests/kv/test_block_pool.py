@@ -22,7 +22,7 @@ def named_pool(num_blocks: int, names: list[bytes]) -> BlockPool:
 
 
 def test_a_pool_needs_a_block_beside_the_scratch_block() -> None:
-    with pytest.raises(ValueError, match="num_blocks: .* got 1"):
+    with pytest.raises(ValueError, match=r"num_blocks: .* got 1"):
         BlockPool(1)
     pool = BlockPool(2)
     assert (pool.num_blocks, pool.num_usable, pool.num_free) == (2, 1, 1)

@@ -102,10 +102,10 @@ def test_a_partly_filled_block_is_not_shared() -> None:
     running = make_request(tokens)
     compute(kv, running)
     for shared, found in [(3, 0), (4, 4), (5, 4), (6, 4), (7, 4), (8, 8), (11, 8)]:
-        assert cached_tokens(kv, tokens[:shared] + [99, 98]) == found
+        assert cached_tokens(kv, [*tokens[:shared], 99, 98]) == found
     kv.free(running)
     for shared, found in [(5, 4), (7, 4), (8, 8), (11, 8)]:
-        assert cached_tokens(kv, tokens[:shared] + [97, 96]) == found
+        assert cached_tokens(kv, [*tokens[:shared], 97, 96]) == found
 
 
 def test_requests_share_blocks_while_both_run() -> None:
@@ -153,8 +153,9 @@ def test_admission_is_all_or_nothing() -> None:
     assert not kv.admit(request, found, 20)
     assert request.block_ids == []
     assert (kv.pool.num_free, kv.pool.num_cached, kv.num_queried_tokens, kv.num_hit_tokens) == before
-    assert kv.admit(request, found, 16)
-    assert kv.pool.num_free == 0
+    assert not kv.admit(request, found, 16), "its first chunk would fit, but never its last one"
+    assert kv.admit(make_request(list(range(16))), found, 12)
+    assert kv.pool.num_free == 1, "the last chunk takes its block later"
 
 
 def test_held_blocks_are_never_evicted() -> None:

@@ -97,7 +97,9 @@ class Loop:
         self.scheduler.ended_while_scheduling.clear()
         if schedule.requests:
             self.in_flight.append((schedule, self.run(schedule)))
-            self.history.append([(item.request.request_id, item.num_tokens, item.samples) for item in schedule.requests])
+            self.history.append(
+                [(item.request.request_id, item.num_tokens, item.samples) for item in schedule.requests]
+            )
         else:
             lag = 0
         while len(self.in_flight) > lag:

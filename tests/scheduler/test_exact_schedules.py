@@ -56,7 +56,7 @@ def test_decodes_come_before_prompts_under_way() -> None:
     loop.run_all()
 
 
-def test_a_later_decode_goes_before_an_earlier_prompt() -> None:
+def test_a_prompt_under_way_goes_before_new_requests() -> None:
     loop = Loop(make_scheduler(budget=6, max_num_seqs=3))
     loop.scheduler.add(make_request("a", range(5), 1))
     loop.scheduler.add(make_request("b", range(20), 2))
@@ -215,7 +215,13 @@ class TestLimits:
         [(6, 6, 6, FinishReason.LENGTH), (6, 7, 7, FinishReason.STOP), (0, 7, 1, FinishReason.STOP)],
     )
     def test_min_tokens(
-        self, lag: int, min_tokens: int, max_tokens: int, length: int, reason: FinishReason, monkeypatch: pytest.MonkeyPatch
+        self,
+        lag: int,
+        min_tokens: int,
+        max_tokens: int,
+        length: int,
+        reason: FinishReason,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         # The end id is best at every step and masked while output_index < min_tokens.
         monkeypatch.setattr(Loop, "sample", lambda self, item: 3 if item.output_index < min_tokens else END_ID)
@@ -251,7 +257,9 @@ class TestPendingTokens:
 
     def test_a_request_that_ended_meanwhile_gets_nothing(self) -> None:
         loop = Loop(make_scheduler())
-        request = make_request("a", range(5), 20, stop_token_ids=undisturbed(make_request("a", range(5), 1), 128, 99)[0])
+        request = make_request(
+            "a", range(5), 20, stop_token_ids=undisturbed(make_request("a", range(5), 1), 128, 99)[0]
+        )
         loop.scheduler.add(request)
         loop.step(lag=1)
         loop.step(lag=1)

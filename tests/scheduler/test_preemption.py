@@ -167,7 +167,9 @@ class TestRecompute:
         assert [request.request_id for request in loop.scheduler.waiting] == ["c", "d"]
         loop.run_all()
         first_steps = {name: index for index, step in reversed(list(enumerate(loop.history))) for name, _, _ in step}
-        back = next(index for index, step in enumerate(loop.history) if index > 0 and "c" in [name for name, _, _ in step])
+        back = next(
+            index for index, step in enumerate(loop.history) if index > 0 and "c" in [name for name, _, _ in step]
+        )
         assert first_steps["d"] >= back
 
     def test_stop_ids_and_limits_count_tokens_from_before(self) -> None:

@@ -1,0 +1,141 @@
+"""Drives an engine step by step: requests that arrive when the test says, preemptions and poison between steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpage import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpage.engine.front import Engine
+from jaxpage.request import LogprobDict
+
+_ids = itertools.count()
+
+
+@dataclasses.dataclass
+class Ask:
+    """A prompt with its parameters; it arrives before step ``arrives_at``."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrives_at: int = 0
+
+
+def ask(prompt: list[int], arrives_at: int = 0, **params: Any) -> Ask:
+    """A request that is greedy and ignores end ids unless ``params`` say otherwise."""
+    return Ask(prompt, SamplingParams(**({"temperature": 0, "ignore_eos": True} | params)), arrives_at)
+
+
+def run(llm: LLM, asks: Sequence[Ask], before_step: Callable[[Engine], None] | None = None) -> list[RequestOutput]:
+    """The last output of every request, or all of them joined for one that asked for DELTA."""
+    engine = llm.engine
+    names = [f"ask-{next(_ids)}" for _ in asks]
+    waiting = sorted(zip(asks, names, strict=True), key=lambda pair: pair[0].arrives_at)
+    outputs: dict[str, list[RequestOutput]] = {}
+    step = 0
+    while waiting or engine.has_work:
+        while waiting and waiting[0][0].arrives_at <= step:
+            each, name = waiting.pop(0)
+            engine.add(name, each.prompt, each.params)
+        if before_step is not None:
+            before_step(engine)
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        step += 1
+        assert step < 5000, "the engine does not come to an end"
+    engine.core.scheduler.check_integrity()
+    return [
+        _joined(outputs[name]) if each.params.output_kind is RequestOutputKind.DELTA else outputs[name][-1]
+        for each, name in zip(asks, names, strict=True)
+    ]
+
+
+def _joined(deltas: list[RequestOutput]) -> RequestOutput:
+    last = deltas[-1]
+    assert last.finished and not any(output.finished for output in deltas[:-1])
+    samples: dict[int, Any] = {}
+    for piece in (piece for output in deltas for piece in output.outputs):
+        whole = samples.setdefault(piece.index, dataclasses.replace(piece, text="", token_ids=[], logprobs=None))
+        whole.text += piece.text
+        whole.token_ids = whole.token_ids + piece.token_ids
+        if piece.logprobs is not None:
+            whole.logprobs = (whole.logprobs or []) + piece.logprobs
+        whole.finish_reason, whole.stop_reason = piece.finish_reason, piece.stop_reason
+        whole.cumulative_logprob = piece.cumulative_logprob
+    prompt_logprobs = [output.prompt_logprobs for output in deltas if output.prompt_logprobs is not None]
+    assert len(prompt_logprobs) <= 1
+    return dataclasses.replace(
+        last,
+        outputs=[samples[index] for index in sorted(samples)],
+        prompt_logprobs=prompt_logprobs[0] if prompt_logprobs else None,
+    )
+
+
+def ids_of(output: RequestOutput) -> list[list[int]]:
+    """Token ids of every sample."""
+    return [sample.token_ids for sample in output.outputs]
+
+
+def preempt_at(*counts: int, num_prompt_tokens: int | None = None) -> Callable[[Engine], None]:
+    """Preempts the oldest running request each time it has computed ``counts`` tokens or more, once per count.
+
+    With ``num_prompt_tokens`` only a request whose prompt has this length.
+    """
+    left = sorted(counts)
+
+    def hook(engine: Engine) -> None:
+        scheduler = engine.core.scheduler
+        for request in scheduler.running:
+            if num_prompt_tokens in (None, request.num_prompt_tokens):
+                if left and request.num_computed_tokens >= left[0]:
+                    left.pop(0)
+                    scheduler._preempt(request)
+                    scheduler.kv.pool.forget_names()  # else the prefix cache would spare it the recomputation
+                break
+
+    hook.left = left  # type: ignore[attr-defined]
+    return hook
+
+
+def poison(value: float) -> Callable[[Engine], None]:
+    """Overwrites, before each step, the scratch block and all blocks that neither a request nor the cache owns."""
+    is_first = True
+
+    def hook(engine: Engine) -> None:
+        nonlocal is_first
+        pool, runner = engine.core.scheduler.kv.pool, engine.core.runner
+        is_free = np.zeros(pool.num_blocks, bool)
+        is_free[0] = True
+        is_free[[block for block in pool._free if block not in pool._name_of_block]] = True
+        assert not is_first or is_free.all(), "start with an empty cache"
+        is_first = False
+        runner._kv_cache = _overwrite(runner._kv_cache, is_free, value)
+
+    return hook
+
+
+@jax.jit
+def _overwrite(kv_cache: list[jax.Array], is_free: jax.Array, value: float) -> list[jax.Array]:
+    return [jnp.where(is_free[:, None, None, None, None], value, layer) for layer in kv_cache]
+
+
+def assert_same_scores(
+    ours: Sequence[LogprobDict | None] | None, expected: Sequence[LogprobDict | None] | None, tolerance: float = 1e-4
+) -> None:
+    """The same ids are listed at every position, with the same logprobs."""
+    assert ours is not None and expected is not None
+    assert len(ours) == len(expected)
+    for mine, other in zip(ours, expected, strict=True):
+        if mine is None or other is None:
+            assert mine is other
+            continue
+        assert mine.keys() == other.keys()
+        for token, value in mine.items():
+            assert abs(value.logprob - other[token].logprob) < tolerance
+            assert value.rank == other[token].rank
