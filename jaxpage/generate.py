@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpage.config import AsyncEngineArgs
+from jaxpage.console import show_log
 from jaxpage.errors import EngineDeadError, ParameterError, StartupError
 from jaxpage.request import RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
 
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sampling_params({}, options)
     except ParameterError as error:
         parser.error(str(error))
+    show_log("warning")
     try:
         prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
         # Imported late, so that --help and wrong options need no jax.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpage.config import AsyncEngineArgs
+from jaxpage.console import show_log
 from jaxpage.errors import ParameterError, StartupError
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -48,6 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="seconds that running requests get to end after SIGTERM or Ctrl-C (default: %(default)g)",
     )
     group.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="info", help="of jaxpage's own log (default: %(default)s)"
+    )
+    group.add_argument(
         "--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="info logs each request (default: %(default)s)"
     )
     AsyncEngineArgs.add_cli_args(parser)
@@ -70,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine_args = AsyncEngineArgs.from_cli_args(options)
     except ParameterError as error:
         parser.error(str(error))
+    show_log(options.log_level)
     # The port first: whoever loads a model for a minute should not learn then that the port is taken.
     try:
         listener = bind(options.host, options.port)

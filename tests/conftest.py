@@ -9,26 +9,16 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy_reference
 import pytest
+from golden_data import DATA, TINY
+from numpy_reference import RandomModel
 
 if TYPE_CHECKING:
     from jaxpage import LLM
-
-DATA = Path(__file__).parent / "data"
-TINY = DATA / "golden" / "tiny"
-TINY_FAMILIES = (
-    "llama",
-    "llama3_rope_tied",
-    "llama_bias_headdim",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiled programs are shared within a run, and never with the user's cache. Set here and not in a fixture because jax
@@ -63,14 +53,6 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
         return made[family]
 
     return make
-
-
-class RandomModel(NamedTuple):
-    """A Hugging Face directory with random weights, and what is in it."""
-
-    directory: Path
-    config: dict[str, Any]
-    tensors: numpy_reference.Tensors
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Tensors = dict[str, np.ndarray]
+
+
+class RandomModel(NamedTuple):
+    """A Hugging Face directory with random weights, and what is in it."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: Tensors
 
 
 def head_size(config: Mapping[str, Any]) -> int:

@@ -17,6 +17,7 @@ import rich.progress
 from jaxpage.batch import Device
 from jaxpage.config import EngineArgs, EngineConfig, resolve
 from jaxpage.engine.core import EngineCore
+from jaxpage.errors import StartupError
 from jaxpage.kv.manager import KVCacheManager
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.registry import build_config
@@ -48,6 +49,15 @@ def build(args: EngineArgs) -> LoadedEngine:
     Raises:
         ValueError, StartupError: in one line, for anything that keeps the engine from starting.
     """
+    try:
+        return _build(args)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise StartupError(f"not enough memory: {str(error).splitlines()[0] if str(error) else error!r}") from error
+        raise
+
+
+def _build(args: EngineArgs) -> LoadedEngine:
     configure_jax()
     started = time.monotonic()
     device = jax.local_devices()[0]

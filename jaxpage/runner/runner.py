@@ -142,6 +142,10 @@ class Runner:
 
     def _warm_up(self) -> None:
         """Runs what has not run yet, with nothing but padding: the smallest step, and the fill of the spare slot."""
+        packing = self._packings[self.buckets[0]]
+        packed, _ = pack_schedule(Schedule([], 0, 0), packing, self._slots)
+        self._run(packing, packed)
+        # After the step: its output is bound to the device, unlike the zeros before, and jit tells the two apart.
         vocab_size = self.model.vocab_size
         self._state = self._admit(
             self._state,
@@ -151,9 +155,6 @@ class Runner:
             np.zeros(vocab_size, np.float32),
             np.full(self._num_stop_ids, vocab_size, np.int32),
         )
-        packing = self._packings[self.buckets[0]]
-        packed, _ = pack_schedule(Schedule([], 0, 0), packing, self._slots)
-        jax.block_until_ready(self._run(packing, packed))
 
     def _packing(self, num_tokens: int) -> Packing:
         return Packing(num_tokens, min(num_tokens, self.config.max_num_seqs), self.config.max_blocks_per_request)
@@ -168,6 +169,7 @@ class Runner:
         if self._lazy:
             return plan, {}
         started = time.monotonic()
+        logger.info("Compiling %d step shapes (the first start only: they are kept on disk)", len(self.buckets))
         progress("compiling", 0, len(self.buckets))
         compiled = self._compile(largest, plan)
         analysis = compiled.memory_analysis()

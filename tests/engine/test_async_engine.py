@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from jaxpage.errors import EngineDeadError, ParameterError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import RandomModel
+    from numpy_reference import RandomModel
 
     from jaxpage import LLM
 
@@ -65,7 +66,7 @@ def test_outputs_are_cumulative(engine: AsyncLLMEngine, random_ids: Draw) -> Non
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
     assert lengths == list(range(1, 9))
     assert [output.finished for output in outputs] == [False] * 7 + [True]
-    for before, after in zip(outputs, outputs[1:], strict=False):
+    for before, after in itertools.pairwise(outputs):
         assert after.outputs[0].token_ids[:-1] == before.outputs[0].token_ids
         assert after.outputs[0].text.startswith(before.outputs[0].text)
     assert outputs[-1].outputs[0].finish_reason == "length"

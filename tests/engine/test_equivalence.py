@@ -11,7 +11,7 @@ import pytest
 from driving import Ask, ask, ids_of, poison, run
 
 if TYPE_CHECKING:
-    from conftest import RandomModel
+    from numpy_reference import RandomModel
 
     from jaxpage import LLM
 

@@ -13,7 +13,7 @@ from driving import ask, assert_same_scores, ids_of, preempt_at, run
 from jaxpage import RequestOutputKind
 
 if TYPE_CHECKING:
-    from conftest import RandomModel
+    from numpy_reference import RandomModel
 
     from jaxpage import LLM
     from jaxpage.request import LogprobDict

@@ -14,7 +14,7 @@ from jaxpage import RequestOutputKind
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import RandomModel
+    from numpy_reference import RandomModel
 
     from jaxpage import LLM
 

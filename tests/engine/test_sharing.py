@@ -12,7 +12,7 @@ from driving import ask, ids_of, run
 from jaxpage.errors import ParameterError
 
 if TYPE_CHECKING:
-    from conftest import RandomModel
+    from numpy_reference import RandomModel
 
     from jaxpage import LLM
 

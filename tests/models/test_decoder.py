@@ -11,7 +11,7 @@ import pytest
 from forward_pass import ForwardPass
 
 if TYPE_CHECKING:
-    from conftest import RandomModel
+    from numpy_reference import RandomModel
 
 LENGTH = 24
 LLAMA3_ROPE = {

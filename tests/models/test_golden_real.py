@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import DATA
+from golden_data import REAL
 
 from jaxpage import LLM, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from jaxpage.request import LogprobDict
 
-REAL = DATA / "golden" / "real"
 MODELS = {"smollm2-135m": "smollm2-135m-instruct", "gemma3-270m": "gemma-3-270m"}
 NUM_STEPS = 48
 TOP = 20

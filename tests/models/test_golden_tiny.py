@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from conftest import TINY, TINY_FAMILIES
 from forward_pass import ForwardPass
+from golden_data import TINY, TINY_FAMILIES
 
 from jaxpage import SamplingParams
 from jaxpage.models.registry import build_config

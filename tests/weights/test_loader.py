@@ -20,7 +20,7 @@ from jaxpage.weights import WeightsError, open_checkpoint
 from jaxpage.weights.loader import dummy_params, load_params
 
 if TYPE_CHECKING:
-    from conftest import RandomModel
+    from numpy_reference import RandomModel
 
     from jaxpage import LLM
 
