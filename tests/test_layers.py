@@ -16,6 +16,7 @@ import pallas_kernels
 RANKS = {
     "pallas_kernels": 0,
     "jaxpage.errors": 0,
+    "jaxpage.console": 0,
     "jaxpage.request": 1,
     "jaxpage.batch": 1,
     "jaxpage.config": 2,

@@ -155,6 +155,7 @@ class Runner:
             np.zeros(vocab_size, np.float32),
             np.full(self._num_stop_ids, vocab_size, np.int32),
         )
+        jax.block_until_ready(self._state)
 
     def _packing(self, num_tokens: int) -> Packing:
         return Packing(num_tokens, min(num_tokens, self.config.max_num_seqs), self.config.max_blocks_per_request)
