@@ -192,7 +192,14 @@ class Engine:
             if output.request not in self._samples:
                 continue  # aborted while its step was in flight
             state, sample = self._samples[output.request]
-            self._accept(state, sample, output)
+            try:
+                self._accept(state, sample, output)
+            except Exception:
+                # Turning tokens into text concerns this request alone; the others go on.
+                logger.exception("request %s failed", state.request_id)
+                self.core.finish(output.request, FinishReason.ERROR)
+                sample.detokenizer = None
+                self._end(sample, FinishReason.ERROR, None)
             if output.token_ids or sample.finish_reason is not None:
                 changed.setdefault(state, []).append(sample)
         outputs = []

@@ -33,7 +33,7 @@ class Run(NamedTuple):
     outputs: dict[str, RequestOutput]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, builtin_gguf: Callable[[str], Path]) -> Run:
     prompts = {prompt["name"]: prompt for prompt in json.loads((REAL / f"{request.param}.json").read_text())["prompts"]}
     numbers = np.load(REAL / f"{request.param}.npz")

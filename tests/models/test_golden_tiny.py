@@ -41,7 +41,7 @@ def test_engine_reproduces_tokens_and_logprobs(
     family: str, tiny_model_dir: Callable[[str], Path], llm_for: Callable[..., LLM]
 ) -> None:
     golden = np.load(TINY / family / "golden.npz")
-    llm = llm_for(tiny_model_dir(family), max_num_batched_tokens=128, max_logprobs=5)
+    llm = llm_for(tiny_model_dir(family), max_num_batched_tokens=8, max_logprobs=5)
     prompts = [golden[f"prompt_{index}"].tolist() for index in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=NUM_GREEDY, ignore_eos=True, logprobs=5, prompt_logprobs=5)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)

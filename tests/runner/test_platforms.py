@@ -46,9 +46,7 @@ def test_step_lowers(platform: str, dtype: str) -> None:
         shape((9,), jnp.int32), shape((9, 512), jnp.int32), shape((9, 512), jnp.float32), shape((9, 130), jnp.int32)
     )  # type: ignore[arg-type]
     function = jax.jit(
-        partial(
-            step, config=config, packing=packing, block_size=16, num_logprobs=20, attention_implementation="auto"
-        ),
+        partial(step, config=config, packing=packing, block_size=16, num_logprobs=20, attention_implementation="auto"),
         donate_argnums=(1, 2),
     )
     traced = function.trace(params, cache, state, shape((packing.size,), jnp.int32))
