@@ -14,8 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 DECODE_ROWS = 16
 """Decode requests attended together. More rows cost less per row, fewer rows wait less for the longest of them."""
 DECODE_CHUNK_TOKENS = 64
-PREFILL_TILE_TOKENS = 64
-PREFILL_CHUNK_TOKENS = 256
+LONG_QUERY_TOKENS = 128
+SHORT_TILE = (16, 64)
+LONG_TILE = (128, 256)
+"""Queries in a tile and keys in a chunk, for requests with fewer and with at least LONG_QUERY_TOKENS queries."""
 MASKED_SCORE = -1e30
 LOWEST_BEST = -1e29
 """The running maximum starts above the masked score, so that a masked key weighs exp(-huge) = 0 even before any key is
@@ -38,37 +40,18 @@ def ragged_paged_attention(
     query_lens = jnp.diff(cu_seqlens_q)
     attend = _Attend(kv_cache, scale, sliding_window, soft_cap)
 
-    # Prefill: one tile of queries of one request at a time.
-    tile = min(PREFILL_TILE_TOKENS, num_tokens)
-    tiles_of_request = jnp.where(query_lens > 1, (query_lens + tile - 1) // tile, 0)
-    tile_ends = jnp.cumsum(tiles_of_request)
-    prefill_tables = attend.pad_tables(block_tables, PREFILL_CHUNK_TOKENS)
+    out = jnp.zeros_like(q)
+    # Prefill: tiles of queries of one request. Short stretches take small tiles, which waste little; long ones take
+    # large tiles, which read the keys less often.
+    is_long = query_lens >= LONG_QUERY_TOKENS
+    out = _attend_tiles(attend, SHORT_TILE, (query_lens > 1) & ~is_long, q, out, block_tables, seq_lens, cu_seqlens_q)
+    if num_tokens >= LONG_QUERY_TOKENS:
+        out = _attend_tiles(attend, LONG_TILE, is_long, q, out, block_tables, seq_lens, cu_seqlens_q)
 
-    def attend_tile(index: Int[Array, ""], out: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        request = jnp.searchsorted(tile_ends, index, side="right")
-        first = cu_seqlens_q[request] + (index - tile_ends[request] + tiles_of_request[request]) * tile
-        # A tile at the end of the batch is moved left to stay inside it; it then starts with queries done before.
-        start = jnp.minimum(first, num_tokens - tile)
-        tokens = start + jnp.arange(tile)
-        positions = seq_lens[request] - cu_seqlens_q[request + 1] + tokens
-        valid = (tokens >= first) & (tokens < cu_seqlens_q[request + 1])
-        attended = attend(
-            lax.dynamic_slice_in_dim(q, start, tile)[None],
-            lax.dynamic_slice_in_dim(prefill_tables, request, 1),
-            jnp.where(valid, positions, -1)[None],
-            PREFILL_CHUNK_TOKENS,
-            join_blocks=True,
-        )[0]
-        # Queries of other requests in the tile must keep what they have.
-        kept = lax.dynamic_slice_in_dim(out, start, tile)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(valid[:, None, None], attended, kept), start, 0)
-
-    out = lax.fori_loop(0, tile_ends[-1], attend_tile, jnp.zeros_like(q))
-
-    # Decode: the rows with one query, DECODE_ROWS at a time.
+    # Decode: the rows with one query, DECODE_ROWS at a time, the longest first: rows of a group wait for its longest.
     rows = min(DECODE_ROWS, block_tables.shape[0])
     is_decode = query_lens == 1
-    order = jnp.argsort(~is_decode, stable=True)
+    order = jnp.argsort(jnp.where(is_decode, -seq_lens, 1), stable=True)
     order = jnp.pad(order, (0, -len(order) % rows))
     num_decodes = jnp.sum(is_decode)
     decode_tables = attend.pad_tables(block_tables, DECODE_CHUNK_TOKENS)
@@ -83,7 +66,48 @@ def ragged_paged_attention(
         )
         return out.at[tokens].set(attended[:, 0], mode="drop")
 
+    if rows == block_tables.shape[0]:
+        return attend_rows(jnp.int32(0), out)
     return lax.fori_loop(0, (num_decodes + rows - 1) // rows, attend_rows, out)
+
+
+def _attend_tiles(
+    attend: _Attend,
+    shape: tuple[int, int],
+    is_wanted: Bool[Array, " B"],
+    q: Float[Array, "T N H"],
+    out: Float[Array, "T N H"],
+    block_tables: Int[Array, "B max_blocks"],
+    seq_lens: Int[Array, " B"],
+    cu_seqlens_q: Int[Array, " B+1"],
+) -> Float[Array, "T N H"]:
+    """``out`` with the queries of the wanted requests attended; ``shape`` is queries a tile, keys a chunk."""
+    num_tokens = q.shape[0]
+    tile, chunk_tokens = min(shape[0], num_tokens), shape[1]
+    tiles_of_request = jnp.where(is_wanted, (jnp.diff(cu_seqlens_q) + tile - 1) // tile, 0)
+    tile_ends = jnp.cumsum(tiles_of_request)
+    tables = attend.pad_tables(block_tables, chunk_tokens)
+
+    def attend_tile(index: Int[Array, ""], out: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        request = jnp.searchsorted(tile_ends, index, side="right")
+        first = cu_seqlens_q[request] + (index - tile_ends[request] + tiles_of_request[request]) * tile
+        # A tile at the end of the batch is moved left to stay inside it; it then starts with queries done before.
+        start = jnp.minimum(first, num_tokens - tile)
+        tokens = start + jnp.arange(tile)
+        positions = seq_lens[request] - cu_seqlens_q[request + 1] + tokens
+        valid = (tokens >= first) & (tokens < cu_seqlens_q[request + 1])
+        attended = attend(
+            lax.dynamic_slice_in_dim(q, start, tile)[None],
+            lax.dynamic_slice_in_dim(tables, request, 1),
+            jnp.where(valid, positions, -1)[None],
+            chunk_tokens,
+            join_blocks=True,
+        )[0]
+        # Queries of other requests in the tile must keep what they have.
+        kept = lax.dynamic_slice_in_dim(out, start, tile)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(valid[:, None, None], attended, kept), start, 0)
+
+    return lax.fori_loop(0, tile_ends[-1], attend_tile, out)
 
 
 class _Attend:
