@@ -50,6 +50,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # Loaded on first use, so that the host packages and `--help` do not pay for importing jax.
     if name not in _HOME:

@@ -172,6 +172,8 @@ def resolve(args: EngineArgs, *, model_max_len: int, vocab_size: int, platform: 
         raise ParameterError("max_model_len", f"must leave room for a prompt and one token, got {max_model_len}")
     max_num_seqs = args.max_num_seqs or default["max_num_seqs"]
     budget = args.max_num_batched_tokens or max(default["max_num_batched_tokens"], max_num_seqs)
+    if args.max_num_seqs is not None and args.max_num_seqs > budget:
+        raise ParameterError("max_num_batched_tokens", f"{budget} is below max_num_seqs {args.max_num_seqs}")
     if not args.enable_chunked_prefill:
         if args.max_num_batched_tokens is None:
             budget = max(budget, max_model_len)

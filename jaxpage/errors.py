@@ -13,11 +13,12 @@ def shown(value: object) -> str:
 
 
 class ParameterError(ValueError):
-    """A value a user gave is wrong. ``parameter`` is its (dotted) name; the message names parameter and value."""
+    """A value a user gave is wrong: its (dotted) name is ``parameter``, and ``reason`` the message without the name."""
 
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(f"{parameter}: {message}")
         self.parameter = parameter
+        self.reason = message
 
 
 class StartupError(RuntimeError):

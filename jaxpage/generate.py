@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine_args = AsyncEngineArgs.from_cli_args(options)
         sampling_params({}, options)
     except ParameterError as error:
-        parser.error(str(error))
+        print(f"jaxpage: error: --{error.parameter.replace('_', '-')}: {error.reason}", file=sys.stderr)
+        return 1
     show_log("warning")
     try:
         prompt = sys.stdin.read() if options.prompt == "-" else options.prompt

@@ -155,9 +155,9 @@ class SamplingParams:
         if self.repetition_penalty <= 0:
             raise ParameterError("repetition_penalty", f"must be above 0, got {self.repetition_penalty}")
         self.temperature = check_float("temperature", self.temperature, 0, 2)
-        self.top_p = check_float("top_p", self.top_p, 0, 1)
-        if self.top_p == 0:
-            raise ParameterError("top_p", "must be in (0, 1], got 0")
+        self.top_p = check_float("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise ParameterError("top_p", f"must be in (0, 1], got {self.top_p:g}")
         self.top_k = check_int("top_k", self.top_k, -1)
         self.min_p = check_float("min_p", self.min_p, 0, 1)
         if self.seed is not None:
@@ -255,7 +255,7 @@ def _checked_bias(bias: Any) -> dict[int, float]:
         try:
             checked[check_int("logit_bias", key, 0)] = check_float("logit_bias", value, -100, 100)
         except ParameterError as error:
-            raise ParameterError("logit_bias", f"entry {shown(key)}: {shown(value)} is not valid ({error})") from None
+            raise ParameterError("logit_bias", f"entry {shown(key)}: {shown(value)} {error.reason}") from None
     return checked
 
 
@@ -331,6 +331,11 @@ class Request:
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
+    def num_known_output_tokens(self) -> int:
+        """Generated tokens whose ids the host knows."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
     def num_output_tokens(self) -> int:
         """Generated tokens that exist, those still on the device included."""
         return self.num_tokens - len(self.prompt_token_ids)
@@ -375,6 +380,15 @@ class CompletionOutput:
 
 
 @dataclasses.dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds since the epoch; None: not yet."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclasses.dataclass(slots=True)
 class RequestOutput:
     """What a user gets for one prompt: its samples so far.
 
@@ -390,3 +404,4 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[LogprobDict | None] | None = None
     num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None

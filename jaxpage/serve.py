@@ -23,7 +23,9 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 def build_parser() -> argparse.ArgumentParser:
     """The command line of the server: its own flags and those of the engine."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxpage.serve", description="Serve a model over an OpenAI-compatible HTTP API."
+        prog="python -m jaxpage.serve",
+        usage="%(prog)s [MODEL] [options]",
+        description="Serve a model over an OpenAI-compatible HTTP API.",
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
     group = parser.add_argument_group("server")
@@ -69,11 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not all(options.api_key):
         parser.error("argument --api-key: must not be empty")
     if options.model_name is not None:
+        if options.model not in (AsyncEngineArgs.model, options.model_name):
+            return _fail(f"two models are given: {options.model_name} and --model {options.model}")
         options.model = options.model_name
     try:
         engine_args = AsyncEngineArgs.from_cli_args(options)
     except ParameterError as error:
-        parser.error(str(error))
+        return _fail(f"--{error.parameter.replace('_', '-')}: {error.reason}")
     show_log(options.log_level)
     # The port first: whoever loads a model for a minute should not learn then that the port is taken.
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpage.config import EngineArgs
 from jaxpage.engine.front import Engine, Prompt
-from jaxpage.errors import EngineDeadError
+from jaxpage.errors import EngineDeadError, ParameterError, shown
 from jaxpage.request import RequestOutput, SamplingParams
 from jaxpage.tokenizer import Tokenizer
 
@@ -129,20 +129,31 @@ class AsyncLLMEngine:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | None,
         request_id: str,
         *,
         cache_salt: str | None = None,
+        lora_request: None = None,
+        trace_headers: None = None,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yields outputs as they come; cumulative unless ``sampling_params.output_kind`` says otherwise.
 
-        Leaving the iteration early aborts the request.
+        Leaving the iteration early aborts the request. ``sampling_params`` None takes the checkpoint's recommendation.
+        ``lora_request``, ``trace_headers`` and ``priority`` are there for callers that pass their neutral values.
 
         Raises:
             ParameterError: before the first output, for a bad prompt, parameter or an id in use.
             EngineDeadError: if the engine has ended.
         """
         self._raise_if_dead()
+        for name, value in (("lora_request", lora_request), ("trace_headers", trace_headers), ("priority", priority)):
+            if value:
+                raise ParameterError(name, f"is not supported, got {shown(value)}")
+        if not isinstance(request_id, str):
+            raise ParameterError("request_id", f"must be a string, got {shown(request_id)}")
+        if sampling_params is None:
+            sampling_params = self._engine.default_sampling_params()
         loop = asyncio.get_running_loop()
         text, token_ids = await loop.run_in_executor(None, self._engine.tokenize, prompt)
         self._engine.check(token_ids, sampling_params)

@@ -93,7 +93,10 @@ def _build(args: EngineArgs) -> LoadedEngine:
 
 def open_tokenizer_source(path: str) -> Any:
     """A tokenizer that lives apart from the weights: a directory or a GGUF file."""
-    source = resolve_model(path)
+    try:
+        source = resolve_model(path)
+    except ValueError as error:
+        raise StartupError(f"tokenizer: {error}") from error
     if source.is_dir():
         return _TokenizerDirectory(source)
     return open_checkpoint(source)

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import logging
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxpage.request import (
     Logprob,
     LogprobDict,
     Request,
+    RequestMetrics,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -33,7 +35,7 @@ from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger("jaxpage")
 
-Prompt = str | TextPrompt | TokensPrompt
+Prompt = str | list[int] | TextPrompt | TokensPrompt
 RECOMMENDED_VALUES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What a checkpoint's generation_config may set for requests that leave it open."""
 
@@ -63,6 +65,7 @@ class PromptState:
     samples: list[Sample]
     prompt_logprobs: list[LogprobDict | None] | None
     sent_prompt_logprobs: bool = False
+    metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.time()))
 
 
 class Engine:
@@ -104,10 +107,14 @@ class Engine:
             return text if isinstance(text, str) else None, ids
         if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
             return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
-        raise ParameterError("prompt", f"must be text, or hold prompt or prompt_token_ids, got {shown(prompt)}")
+        if isinstance(prompt, list):
+            return None, check_token_ids("prompt", prompt, self.model.vocab_size)
+        raise ParameterError("prompt", f"must be text, token ids or a dict of either, got {shown(prompt)}")
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises ParameterError, with the numbers, if the engine cannot serve this. Changes nothing."""
+        if not isinstance(params, SamplingParams):
+            raise ParameterError("sampling_params", f"must be SamplingParams, got {shown(params)}")
         config, length = self.config, len(prompt_token_ids)
         if length == 0:
             raise ParameterError("prompt", "has no tokens")
@@ -126,6 +133,11 @@ class Engine:
                 f"the whole KV cache has {pool.pool.num_usable}",
             )
         params.validate_for(self.model.vocab_size, config.max_model_len, self.args.max_logprobs)
+        masked = {*self.model.end_token_ids, *(params.stop_token_ids or ())}
+        if params.min_tokens and params.allowed_token_ids is not None and masked.issuperset(params.allowed_token_ids):
+            raise ParameterError(
+                "allowed_token_ids", "holds nothing but end and stop ids, which min_tokens forbids at the beginning"
+            )
 
     def add(
         self,
@@ -252,7 +264,11 @@ class Engine:
     def _output(self, state: PromptState, changed: list[Sample]) -> RequestOutput:
         is_delta = state.params.output_kind is RequestOutputKind.DELTA
         is_over = self._is_over(state)
+        now = time.time()
+        if state.metrics.first_token_time is None and any(s.request.num_known_output_tokens for s in state.samples):
+            state.metrics.first_token_time = now
         if is_over:
+            state.metrics.finished_time = now
             self._prompts.pop(state.request_id, None)
         prompt_logprobs = None
         # Another sample may have tokens before the first one, which scores the prompt, is through with it.
@@ -268,6 +284,7 @@ class Engine:
             finished=is_over,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max(0, state.samples[0].request.num_cached_tokens),
+            metrics=state.metrics,
         )
 
     def _logprobs(self, scores: TokenScores) -> LogprobDict:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import rich.progress
 
 from jaxpage.config import EngineArgs
 from jaxpage.engine.front import Engine, Prompt
-from jaxpage.errors import ParameterError
+from jaxpage.errors import ParameterError, shown
 from jaxpage.request import RequestOutput, RequestOutputKind, SamplingParams, TokensPrompt
 from jaxpage.tokenizer import Tokenizer
 
@@ -53,8 +54,8 @@ class LLM:
         Raises:
             ParameterError: for a bad prompt or parameter, before anything is generated.
         """
-        items: list[Prompt] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        tokenized = [self.engine.tokenize(prompt) for prompt in items]
+        items = _as_list(prompts)
+        tokenized = [_naming(index, items, self.engine.tokenize, prompt) for index, prompt in enumerate(items)]
         return self._run(tokenized, self._params_for(sampling_params, len(items)), use_tqdm)
 
     def chat(
@@ -96,6 +97,8 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
+            raise ParameterError("sampling_params", f"must be SamplingParams or a list of them, got {shown(given)}")
         if len(given) != count:
             raise ParameterError("sampling_params", f"has {len(given)} entries for {count} prompts")
         return list(given)
@@ -105,14 +108,15 @@ class LLM:
     ) -> list[RequestOutput]:
         engine = self.engine
         final = [_final_only(each) for each in params]
-        for (_, ids), each in zip(prompts, final, strict=True):
-            engine.check(ids, each)
+        for index, ((_, ids), each) in enumerate(zip(prompts, final, strict=True)):
+            _naming(index, prompts, engine.check, ids, each)
         request_ids = [str(next(self._ids)) for _ in prompts]
         done: dict[str, RequestOutput] = {}
         try:
             for request_id, (text, ids), each in zip(request_ids, prompts, final, strict=True):
                 engine.add(request_id, ids, each, prompt=text)
-            with rich.progress.Progress(transient=True, disable=not use_tqdm) as bar:
+            # On a terminal only: elsewhere the bar would leave stray lines.
+            with rich.progress.Progress(transient=True, disable=not (use_tqdm and sys.stdout.isatty())) as bar:
                 task = bar.add_task("generating", total=len(prompts))
                 while engine.has_work:
                     for output in engine.step():
@@ -122,6 +126,26 @@ class LLM:
             for request_id in request_ids:  # after an interruption the engine must be free for the next call
                 engine.abort(request_id)
         return [done[request_id] for request_id in request_ids]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ParameterError("prompts", f"must be a prompt or a list of prompts, got {shown(prompts)}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast(list[int], list(prompts))]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _naming(index: int, prompts: Sequence[Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls ``function``; where there are several prompts, an error says which one it is about."""
+    try:
+        return function(*arguments)
+    except ParameterError as error:
+        if len(prompts) == 1:
+            raise
+        raise ParameterError(f"prompts[{index}]", str(error)) from error
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

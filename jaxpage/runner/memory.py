@@ -104,6 +104,11 @@ def plan_kv_cache(
             if device.platform == "cpu":
                 budget = min(budget, max(CPU_DEFAULT_BYTES, config.max_blocks_per_request * bytes_per_block))
         num_blocks = min(wanted, budget // bytes_per_block)
+    if num_blocks < 2 and args.kv_cache_memory_bytes is not None:
+        raise StartupError(
+            f"kv_cache_memory_bytes {args.kv_cache_memory_bytes:,} holds fewer than the two blocks of "
+            f"{bytes_per_block:,} bytes that are the least; raise it or lower block_size"
+        )
     if num_blocks < 2:
         raise StartupError(
             f"not enough memory: no KV block of {gib(bytes_per_block)} fits beside the weights and the step's "

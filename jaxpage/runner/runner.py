@@ -89,6 +89,12 @@ class Runner:
         self._lazy = args.enforce_eager
         self.plan, self._steps = self._plan_and_compile(args, progress)
         logger.info(self.plan.describe())
+        if self.plan.num_tokens < config.max_model_len:
+            logger.warning(
+                "The KV cache holds %d tokens, less than max_model_len %d: longer requests are refused or end with "
+                "finish_reason length; raise kv_cache_memory_bytes or lower max_model_len",
+                self.plan.num_tokens, config.max_model_len,
+            )  # fmt: skip
         with jax.default_device(device):
             self._kv_cache: KVCache = [jnp.zeros(shape.shape, shape.dtype) for shape in self._cache_shapes(self.plan)]
             self._state = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._state_shapes())

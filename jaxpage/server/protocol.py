@@ -291,6 +291,23 @@ def chat_options(body: Body) -> dict[str, Any]:
     }
 
 
+UNSUPPORTED_FIELDS = (
+    "audio",
+    "function_call",
+    "functions",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "lora_request",
+    "prediction",
+    "prompt_embeds",
+    "reasoning_effort",
+    "web_search_options",
+)
+"""Known fields of OpenAI's and vLLM's APIs that would change the answer."""
+
+
 def _refuse_tools(body: Body) -> None:
     if body.get("tools") is not None:
         raise ParameterError("tools", f"tools are not supported by this server, got {shown(body['tools'])}")
@@ -311,6 +328,11 @@ def _refuse_unsupported(body: Body) -> None:
     if field(body, "use_beam_search", check_bool, False):
         raise ParameterError("use_beam_search", "is not supported")
     field(body, "length_penalty", check_float)
+    for name in UNSUPPORTED_FIELDS:
+        if body.get(name):
+            raise ParameterError(name, f"is not supported, got {shown(body[name])}")
+    if body.get("modalities") not in (None, ["text"]):
+        raise ParameterError("modalities", f'only ["text"] is supported, got {shown(body["modalities"])}')
     if field(body, "priority", check_int, 0, low=-(2**63), high=2**63 - 1):
         raise ParameterError("priority", f"only 0 is supported, got {body['priority']}")
 

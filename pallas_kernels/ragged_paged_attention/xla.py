@@ -7,12 +7,16 @@ attended several at a time; longer stretches of queries (prefill) go through til
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 DECODE_ROWS = 16
 """Decode requests attended together. More rows cost less per row, fewer rows wait less for the longest of them."""
+DECODE_LANES = 2
+"""Parts of a full group of decode rows that are written as independent operations, which the CPU runs side by side."""
 DECODE_CHUNK_TOKENS = 64
 LONG_QUERY_TOKENS = 128
 SHORT_TILE = (16, 64)
@@ -110,6 +114,15 @@ def _attend_tiles(
     return lax.fori_loop(0, tile_ends[-1], attend_tile, out)
 
 
+class _Softmax(NamedTuple):
+    """A softmax over part of the keys: largest score so far, sum of weights, weighted sum of values (Milakov and
+    Gimelshein, 2018)."""
+
+    best: Float[Array, "R K QG"]
+    total: Float[Array, "R K QG"]
+    out: Float[Array, "R K QG H"]
+
+
 class _Attend:
     """Attention of R equally long stretches of queries, each over its own block table."""
 
@@ -164,41 +177,58 @@ class _Attend:
             mask = keys <= query_positions
             return mask if self.sliding_window is None else mask & (keys > query_positions - self.sliding_window)
 
-        def one_chunk(state):
-            index, best, total, out = state
-            ids = lax.dynamic_slice_in_dim(block_tables, index * num_blocks, num_blocks, axis=1) * 2
-            # The barriers keep the gathers whole copies, which read far faster than gathers fused into dot operands.
-            keys, values = lax.optimization_barrier((self._gather(ids), self._gather(ids + 1)))
-            if join_blocks:
-                keys, values = self._join(keys), self._join(values)
+        lanes = DECODE_LANES if not join_blocks and num_rows >= DECODE_ROWS else 1
+        lane_rows = [slice(lane * num_rows // lanes, (lane + 1) * num_rows // lanes) for lane in range(lanes)]
+
+        def one_chunk(state: tuple[Array, list[_Softmax]]) -> tuple[Array, list[_Softmax]]:
+            index, softmaxes = state
+            ids = lax.dynamic_slice_in_dim(block_tables, index * num_blocks, num_blocks, axis=1)
             mask = visible(index * chunk)
-            scores = lax.dot_general(
-                q, keys, (((4,), (4,)), ((0, 1, 2), (0, 1, 2))), preferred_element_type=jnp.float32
-            )
-            if self.soft_cap is not None:
-                scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
-            scores = jnp.where(mask, scores, MASKED_SCORE)
-            new_best = jnp.maximum(best, jnp.max(scores, axis=(1, 4)))
-            decay = jnp.exp(best - new_best)
-            weights = jnp.exp(scores - new_best[:, None, :, :, None])
-            # A weight of zero times NaN is NaN: values that no query of the row sees are selected away.
-            seen = jnp.swapaxes(jnp.any(mask, axis=3, keepdims=True), 3, 4)
-            values = jnp.where(seen, values, 0).astype(jnp.float32)
-            update = lax.dot_general(weights, values, (((4,), (3,)), ((0, 1, 2), (0, 1, 2)))).sum(axis=1)
-            total = total * decay + jnp.sum(weights, axis=(1, 4))
-            return index + 1, new_best, total, out * decay[..., None] + update
+            return index + 1, [
+                self._add_chunk(softmax, q[rows], ids[rows], mask[rows], join_blocks)
+                for softmax, rows in zip(softmaxes, lane_rows, strict=True)
+            ]
 
         end = jnp.max(positions) // chunk + 1  # -1 // chunk + 1 == 0: nothing to do
         start = jnp.int32(0)
         if self.sliding_window is not None:
             oldest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions))
             start = jnp.minimum(jnp.maximum(oldest - self.sliding_window + 1, 0) // chunk, end).astype(jnp.int32)
-        shape = (num_rows, self.num_kv_heads, num_queries * group)
-        initial = (start, jnp.full(shape, LOWEST_BEST), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-        _, _, total, out = lax.while_loop(lambda state: state[0] < end, one_chunk, initial)
-        out = out / jnp.where(total > 0, total, 1.0)[..., None]
+        shape = (num_rows // lanes, self.num_kv_heads, num_queries * group)
+        nothing = _Softmax(jnp.full(shape, LOWEST_BEST), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+        _, softmaxes = lax.while_loop(lambda state: state[0] < end, one_chunk, (start, [nothing] * lanes))
+        out = jnp.concatenate(
+            [softmax.out / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None] for softmax in softmaxes]
+        )
         out = out.reshape(num_rows, self.num_kv_heads, num_queries, group, head_dim)
         return jnp.moveaxis(out, 2, 1).reshape(num_rows, num_queries, num_heads, head_dim).astype(dtype)
+
+    def _add_chunk(
+        self,
+        softmax: _Softmax,
+        q: Float[Array, "R pieces K QG H"],
+        ids: Int[Array, "R blocks"],
+        mask: Bool[Array, "R pieces 1 QG S"],
+        join_blocks: bool,
+    ) -> _Softmax:
+        """Takes the keys and values of some blocks into the running softmax."""
+        # The barrier keeps the gathers whole copies, which read far faster than gathers fused into dot operands.
+        keys, values = lax.optimization_barrier((self._gather(ids * 2), self._gather(ids * 2 + 1)))
+        if join_blocks:
+            keys, values = self._join(keys), self._join(values)
+        scores = lax.dot_general(q, keys, (((4,), (4,)), ((0, 1, 2), (0, 1, 2))), preferred_element_type=jnp.float32)
+        if self.soft_cap is not None:
+            scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+        scores = jnp.where(mask, scores, MASKED_SCORE)
+        best = jnp.maximum(softmax.best, jnp.max(scores, axis=(1, 4)))
+        decay = jnp.exp(softmax.best - best)
+        weights = jnp.exp(scores - best[:, None, :, :, None])
+        # A weight of zero times NaN is NaN: values that no query of the row sees are selected away.
+        seen = jnp.swapaxes(jnp.any(mask, axis=3, keepdims=True), 3, 4)
+        values = jnp.where(seen, values, 0).astype(jnp.float32)
+        update = lax.dot_general(weights, values, (((4,), (3,)), ((0, 1, 2), (0, 1, 2)))).sum(axis=1)
+        total = softmax.total * decay + jnp.sum(weights, axis=(1, 4))
+        return _Softmax(best, total, softmax.out * decay[..., None] + update)
 
     def _gather(self, ids: Int[Array, "R blocks"]) -> Float[Array, "R blocks K block_size H"]:
         return self.halves.at[ids].get(mode="promise_in_bounds")
