@@ -131,8 +131,10 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ({"prompt_token_ids": [True]}, r"prompt_token_ids\[0\]: must be an integer, got True"),
     ({"prompt_token_ids": ["1"]}, r"prompt_token_ids\[0\]: must be an integer, got '1'"),
     ({"prompt_token_ids": "12"}, r"prompt_token_ids: must be a list of token ids, got '12'"),
-    ({"text": "Hello"}, r"prompt: must be text, or hold prompt or prompt_token_ids"),
+    ({"text": "Hello"}, r"prompts\[1\]: prompt: must be text, token ids or a dict of either"),
     (17, r"prompt: must be text"),
+    ([1, -1], r"prompt\[1\]: must be in \[0, "),
+    (None, r"prompt: must be text"),
 ]
 
 
@@ -152,7 +154,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": math.nan}, r"temperature: must be finite, got nan"),
     ({"temperature": "hot"}, r"temperature: must be a number, got 'hot'"),
     ({"top_p": 0}, r"top_p: must be in \(0, 1\], got 0"),
-    ({"top_p": 1.5}, r"top_p: must be in \[0, 1\], got 1.5"),
+    ({"top_p": 1.5}, r"top_p: must be in \(0, 1\], got 1.5"),
     ({"top_k": -2}, r"top_k: must be at least -1, got -2"),
     ({"top_k": 2.5}, r"top_k: must be an integer, got 2.5"),
     ({"min_p": -1}, r"min_p: .*got -1"),
@@ -275,3 +277,28 @@ def test_engine_args_check_themselves() -> None:
     args = EngineArgs(model="m", max_num_seqs=4.0)
     assert args.max_num_seqs == 4
     assert isinstance(args.max_num_seqs, int)
+
+
+def test_prompts_may_be_token_ids(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("Hello")
+    expected = ids_of(llm.generate("Hello", GREEDY, use_tqdm=False)[0])
+    assert ids_of(llm.generate(ids, GREEDY, use_tqdm=False)[0]) == expected
+    assert [ids_of(output) for output in llm.generate([ids, "Hello"], GREEDY, use_tqdm=False)] == [expected] * 2
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, 5, [None]])
+def test_params_of_a_wrong_type_are_refused(params: Any, llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="sampling_params"):
+        llm.generate(["Hello"], params, use_tqdm=False)
+
+
+def test_min_tokens_with_nothing_but_end_ids_allowed_is_refused(llm: LLM) -> None:
+    end = llm.engine.model.end_token_ids[0]
+    with pytest.raises(ParameterError, match="allowed_token_ids: holds nothing but end"):
+        llm.generate("Hello", SamplingParams(allowed_token_ids=[end], min_tokens=2), use_tqdm=False)
+
+
+def test_outputs_tell_when_things_happened(llm: LLM) -> None:
+    metrics = llm.generate("Hello", GREEDY, use_tqdm=False)[0].metrics
+    assert metrics is not None and metrics.first_token_time is not None and metrics.finished_time is not None
+    assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time

@@ -70,7 +70,7 @@ def test_overrides_are_exact() -> None:
         (FakeDevice("cpu"), {"num_gpu_blocks_override": 2048}, r"override 2048 needs 32.02 GiB, 32.00 GiB are free"),
         (FakeDevice(), {"kv_cache_memory_bytes": 12 * GIB}, r"kv_cache_memory_bytes 12.00 GiB, 11.00 GiB are free"),
         (FakeDevice(), {"gpu_memory_utilization": 0.3}, r"no KV block of 16.0 MiB fits .* step's 1.00 GiB; lower max"),
-        (FakeDevice(), {"kv_cache_memory_bytes": 1}, r"no KV block of 16.0 MiB fits"),
+        (FakeDevice(), {"kv_cache_memory_bytes": 1}, r"bytes 1 holds fewer than the two blocks of 16,777,216"),
         (FakeDevice(limit_bytes=None), {}, r"a fake device does not tell its memory; give kv_cache_memory_bytes or"),
     ],
 )  # fmt: skip

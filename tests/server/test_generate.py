@@ -60,14 +60,18 @@ def test_sampling_flags_come_before_the_models_values(engine):
     assert shown == (0, 7, 0.5, 3, ["x", "y"], True)
 
 
-@pytest.mark.parametrize(
-    "flags", [["--temperature", "3"], ["--max-tokens", "x"], ["--stop", ""], ["--max-model-len", "0"]]
-)
-def test_usage_errors_exit_with_2(flags, capsys):
+def test_usage_errors_exit_with_2(capsys):
     with pytest.raises(SystemExit) as exit_:
-        generate.main(["Hi", *flags])
+        generate.main(["Hi", "--max-tokens", "x"])
     assert exit_.value.code == 2
     assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--temperature", "3"], ["--stop", ""], ["--max-model-len", "0"]])
+def test_bad_values_are_one_line(flags, capsys):
+    assert generate.main(["Hi", *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"jaxpage: error: {flags[0]}: ") and error.count("\n") == 1
 
 
 def test_prompts_that_are_too_long_or_empty_are_one_line(engine, capsys):

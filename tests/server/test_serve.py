@@ -19,7 +19,7 @@ from api_client import TOKENIZERS
 from jaxpage import serve
 
 HERE = Path(__file__).parent
-SLOW = {"prompt": "Hi", "max_tokens": 100, "ignore_eos": True}
+SLOW = {"prompt": "Hi", "max_tokens": 300, "ignore_eos": True}
 
 
 def run_serve(*options: str) -> subprocess.CompletedProcess[str]:
@@ -76,7 +76,6 @@ def test_help_needs_no_model_and_no_jax():
         (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
         (["--api-key", ""], "--api-key"),
         (["--uvicorn-log-level", "loud"], "--uvicorn-log-level"),
-        (["--max-model-len", "0"], "max_model_len"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
 )
@@ -85,6 +84,21 @@ def test_usage_errors_exit_with_2(options, word, capsys):
         serve.main(options)
     assert exit_.value.code == 2
     assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-model-len", "0"], "--max-model-len: must be at least 1, got 0"),
+        (["--block-size", "0"], "--block-size: must be in [1, 256], got 0"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: only 1 is supported in this version, got 2"),
+        (["--trust-remote-code"], "--trust-remote-code: true is not supported: code in checkpoints is never run"),
+        (["one", "--model", "two"], "two models are given: one and --model two"),
+    ],
+)
+def test_bad_engine_options_are_one_line(options, message, capsys):
+    assert serve.main(options) == 1
+    assert capsys.readouterr().err == f"jaxpage: error: {message}\n"
 
 
 @pytest.mark.parametrize("address", ["no.such.host.invalid", "203.0.113.1"])
@@ -117,7 +131,9 @@ def test_options_reach_the_server():
 def test_first_signal_lets_running_requests_end(sig):
     with fake_server() as (process, url):
         answers = []
-        thread = threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=SLOW)))
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=SLOW, timeout=60))
+        )
         thread.start()
         while httpx.get(f"{url}/load").json()["server_load"] == 0:
             time.sleep(0.01)
@@ -126,7 +142,7 @@ def test_first_signal_lets_running_requests_end(sig):
         refused = httpx.post(f"{url}/v1/completions", json=SLOW)
         assert refused.status_code == 503
         thread.join()
-        assert answers[0].json()["choices"][0]["text"] == "x" * 100
+        assert answers[0].json()["choices"][0]["text"] == "x" * SLOW["max_tokens"]
         assert process.wait(10) == 0
 
 
