@@ -137,6 +137,7 @@ def test_first_signal_lets_running_requests_end(sig):
         thread.start()
         while httpx.get(f"{url}/load").json()["server_load"] == 0:
             time.sleep(0.01)
+        time.sleep(0.3)  # it has arrived; now it is admitted too
         process.send_signal(sig)
         time.sleep(0.1)
         refused = httpx.post(f"{url}/v1/completions", json=SLOW)
