@@ -40,7 +40,9 @@ class EngineArgs:
     kv_cache_dtype: str = _option("auto", "type of the KV cache; auto: as dtype", DTYPES)
     seed: int = _option(0, "seed of requests that bring none, and of dummy weights")
     max_model_len: int | None = _option(None, "tokens of prompt and output together; default: the model's limit")
-    max_num_seqs: int | None = _option(None, "requests in one step; default: 64 on CPU, 256 elsewhere")
+    max_num_seqs: int | None = _option(
+        None, "requests in one step, never more than its tokens; default: 64 on CPU, 256 elsewhere"
+    )
     max_num_batched_tokens: int | None = _option(None, "tokens in one step; default: 512 on CPU, 2048 elsewhere")
     block_size: int | None = _option(None, "tokens in a KV block; default: 32 on CPU, 64 on TPU, 16 on GPU")
     num_gpu_blocks_override: int | None = _option(None, "exact number of KV blocks, on any platform")
@@ -172,8 +174,6 @@ def resolve(args: EngineArgs, *, model_max_len: int, vocab_size: int, platform: 
         raise ParameterError("max_model_len", f"must leave room for a prompt and one token, got {max_model_len}")
     max_num_seqs = args.max_num_seqs or default["max_num_seqs"]
     budget = args.max_num_batched_tokens or max(default["max_num_batched_tokens"], max_num_seqs)
-    if args.max_num_seqs is not None and args.max_num_seqs > budget:
-        raise ParameterError("max_num_batched_tokens", f"{budget} is below max_num_seqs {args.max_num_seqs}")
     if not args.enable_chunked_prefill:
         if args.max_num_batched_tokens is None:
             budget = max(budget, max_model_len)
