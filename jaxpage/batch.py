@@ -35,7 +35,7 @@ class SamplingTensors(NamedTuple):
     Attributes:
         slots: row of the per-request device state; the last, spare one for padding.
         seeds: two words of the 64-bit seed, sample index.
-        output_positions: how many tokens the request has generated before this one.
+        positions: index in the sequence of the token being sampled; it keys the noise.
         suppress_stop: end ids are masked (min_tokens not reached).
     """
 

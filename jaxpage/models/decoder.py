@@ -100,8 +100,3 @@ def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "R D"]) ->
     """Logits in float32 of some hidden states."""
     weight = params["embedding"] if config.tied_embeddings else params["lm_head"]
     return linear(hidden, weight).astype(jnp.float32)
-
-
-def num_parameters(params: Params) -> int:
-    """Scalars in a parameter tree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
