@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxpage.engine.async_engine import AsyncLLMEngine
     from jaxpage.engine.llm import LLM
     from jaxpage.request import (
+        BeamSearchParams,
         CompletionOutput,
         Logprob,
         RequestOutput,
@@ -26,6 +27,7 @@ _HOME = {
     "EngineArgs": "jaxpage.config",
     "AsyncLLMEngine": "jaxpage.engine.async_engine",
     "LLM": "jaxpage.engine.llm",
+    "BeamSearchParams": "jaxpage.request",
     "CompletionOutput": "jaxpage.request",
     "Logprob": "jaxpage.request",
     "RequestOutput": "jaxpage.request",
@@ -39,6 +41,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "Logprob",

@@ -17,6 +17,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "xla")
+PREEMPTION_MODES = ("auto", "swap", "recompute")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -48,8 +50,18 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = _option(None, "exact number of KV blocks, on any platform")
     kv_cache_memory_bytes: int | None = _option(None, "bytes of the KV cache per device")
     gpu_memory_utilization: float = _option(0.9, "share of the device's memory the engine may use, on accelerators")
+    swap_space: float | None = _option(
+        None, "GiB of host memory for KV blocks of preempted requests; default: 4, and 0 on CPU (1 to swap there)"
+    )
+    preemption_mode: str = _option(
+        "auto", "what becomes of a preempted request's KV blocks; auto: what costs less", PREEMPTION_MODES
+    )
     enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal prompt prefixes")
     enable_chunked_prefill: bool = _option(True, "split long prompts over steps")
+    scheduling_policy: str = _option("fcfs", "who is served first: first come, or lowest priority", SCHEDULING_POLICIES)
+    long_prefill_token_threshold: int = _option(
+        0, "longer prompts leave half of a step to shorter ones; default: a quarter of max_num_batched_tokens"
+    )
     max_logprobs: int = _option(20, "largest number of logprobs a request may ask for; -1: whole vocabulary")
     tensor_parallel_size: int = _option(1, "devices a model is split over")
     pipeline_parallel_size: int = _option(1, "stages a model is split into")
@@ -79,6 +91,11 @@ class EngineArgs:
         self.gpu_memory_utilization = check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1)
         if self.gpu_memory_utilization == 0:
             raise ParameterError("gpu_memory_utilization", "must be in (0, 1], got 0")
+        if self.swap_space is not None:
+            self.swap_space = check_float("swap_space", self.swap_space, 0)
+        self.long_prefill_token_threshold = check_int(
+            "long_prefill_token_threshold", self.long_prefill_token_threshold, 0
+        )
         self.max_logprobs = check_int("max_logprobs", self.max_logprobs, -1)
         self.seed = check_int("seed", self.seed, -(2**63), 2**63 - 1)
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
@@ -129,6 +146,8 @@ class EngineConfig:
     Attributes:
         max_blocks_per_request: width of a block table.
         num_logprobs: alternatives a step computes for each scored position.
+        swap_space_bytes: host memory for swapped KV blocks; 0 exactly if preemption_mode is "recompute".
+        preemption_mode: "auto" leaves the choice to the scheduler, request by request.
     """
 
     max_model_len: int
@@ -137,7 +156,11 @@ class EngineConfig:
     block_size: int
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
+    scheduling_policy: str
+    long_prefill_token_threshold: int
     num_logprobs: int
+    swap_space_bytes: int
+    preemption_mode: str
     dtype: str
     kv_cache_dtype: str
     attention_implementation: str
@@ -184,6 +207,7 @@ def resolve(args: EngineArgs, *, model_max_len: int, vocab_size: int, platform: 
             )
     max_logprobs = vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, vocab_size)
     dtype = default["dtype"] if args.dtype == "auto" else args.dtype
+    swap_space_bytes = _swap_space_bytes(args, platform)
     return EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=min(max_num_seqs, budget),
@@ -191,8 +215,25 @@ def resolve(args: EngineArgs, *, model_max_len: int, vocab_size: int, platform: 
         block_size=args.block_size or default["block_size"],
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,
+        scheduling_policy=args.scheduling_policy,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
         num_logprobs=max_logprobs,
+        swap_space_bytes=swap_space_bytes,
+        preemption_mode=args.preemption_mode if swap_space_bytes else "recompute",
         dtype=dtype,
         kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
         attention_implementation=args.attention_implementation,
     )
+
+
+def _swap_space_bytes(args: EngineArgs, platform: str) -> int:
+    if args.preemption_mode == "recompute":
+        return 0
+    swap_space = args.swap_space
+    if swap_space is None:
+        # On CPU the cache itself lies in the host's memory: more of that is worth more than a second place.
+        cpu_default = 1.0 if args.preemption_mode == "swap" else 0.0
+        swap_space = cpu_default if platform == "cpu" else 4.0
+    if swap_space == 0 and args.preemption_mode == "swap":
+        raise ParameterError("preemption_mode", "'swap' needs a swap_space above 0")
+    return int(swap_space * 2**30)

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 from jaxpage.errors import ParameterError, shown
 
 MAX_N = 128
+MAX_BEAM_WIDTH = 512
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
@@ -163,11 +164,7 @@ class SamplingParams:
         if self.seed is not None:
             self.seed = check_int("seed", self.seed, -(2**63), 2**63 - 1)
         self.stop = _checked_stop(self.stop)
-        self.stop_token_ids = check_token_ids("stop_token_ids", self.stop_token_ids or [])
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ParameterError(
-                "stop_token_ids", f"holds {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS} are allowed"
-            )
+        self.stop_token_ids = _checked_stop_ids(self.stop_token_ids)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"):
             check_bool(name, getattr(self, name))
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
@@ -216,6 +213,66 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (value > limit or (value == -1 and max_logprobs != -1)):
                 raise ParameterError(name, f"must be in [0, {limit}], got {value}")
+
+
+@dataclasses.dataclass(kw_only=True)
+class BeamSearchParams:
+    """How to search for the most likely continuations; the outcome is that of Hugging Face transformers.
+
+    Attributes:
+        beam_width: beams kept, and samples returned, per prompt: 1 to 512. Width 1 is greedy.
+        max_tokens: None means up to max_model_len.
+        length_penalty: beams are ranked by cumulative logprob / length**length_penalty, where the length counts the
+            generated tokens, the end token included. Above 0 favours long beams.
+        early_stopping: when beam_width beams have ended: True stops; False stops unless the best running beam, at its
+            present length, beats the worst ended one; "never" judges it at max_tokens if length_penalty is above 0.
+        stop_token_ids: ids that end a beam, even with ignore_eos.
+        logprobs: None, or how many alternatives to list beside each token.
+    """
+
+    beam_width: int
+    max_tokens: int | None = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        self.beam_width = check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.max_tokens is not None:
+            self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
+        self.length_penalty = check_float("length_penalty", self.length_penalty)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ParameterError("early_stopping", f'must be true, false or "never", got {shown(self.early_stopping)}')
+        self.stop_token_ids = _checked_stop_ids(self.stop_token_ids)
+        if self.logprobs is not None:
+            self.logprobs = check_int("logprobs", self.logprobs, 0)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            check_bool(name, getattr(self, name))
+
+    def validate_for(self, vocab_size: int, max_model_len: int, max_logprobs: int) -> None:
+        """Checks what depends on the model served: ids, max_tokens, the number of logprobs.
+
+        Raises:
+            ParameterError: naming parameter, value and limit.
+        """
+        check_token_ids("stop_token_ids", self.stop_token_ids or [], vocab_size)
+        if self.max_tokens is not None and self.max_tokens > max_model_len:
+            raise ParameterError("max_tokens", f"{self.max_tokens} is above max_model_len {max_model_len}")
+        limit = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+        if self.logprobs is not None and self.logprobs > limit:
+            raise ParameterError("logprobs", f"must be in [0, {limit}], got {self.logprobs}")
+
+
+def _checked_stop_ids(token_ids: Any) -> list[int]:
+    checked = check_token_ids("stop_token_ids", token_ids or [])
+    if len(checked) > MAX_STOP_TOKEN_IDS:
+        raise ParameterError("stop_token_ids", f"holds {len(checked)} ids, at most {MAX_STOP_TOKEN_IDS} are allowed")
+    return checked
 
 
 def _checked_stop(stop: Any) -> list[str]:
@@ -278,7 +335,7 @@ class RequestStatus(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Request:
-    """One sequence being generated, as the scheduler sees it. Changed only by ``jaxpage.scheduler``.
+    """One sequence being generated, as the scheduler sees it. Changed only by ``jaxpage.scheduler`` and ``jaxpage.kv``.
 
     A step makes ``num_computed_tokens`` catch up with ``num_tokens``; there is no other notion of prefill or decode.
 
@@ -292,6 +349,9 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before it.
         num_named_blocks: leading blocks that can be found in the prefix cache.
         slot: row of the per-request device state while running, else -1.
+        is_beam: its next token is chosen by a beam search and not by sampling.
+        order: (priority, arrival, place in its group): the smaller, the sooner served and the later preempted.
+        max_total_tokens: prompt and output tokens together at which it ends; set when it is queued.
     """
 
     request_id: str
@@ -305,6 +365,7 @@ class Request:
     arrival_time_s: float = dataclasses.field(default_factory=time.monotonic)
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = dataclasses.field(default_factory=list)
+    num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int = -1
@@ -313,17 +374,17 @@ class Request:
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     num_named_blocks: int = 0
     slot: int = -1
+    is_beam: bool = False
+    order: tuple[int, int, int] = (0, 0, 0)
+    max_total_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_scored_tokens: int = 0
     """Prompt tokens whose prompt_logprobs were delivered; a recomputed prompt is not scored twice."""
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        self.token_ids = list(self.token_ids or self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -333,12 +394,7 @@ class Request:
     @property
     def num_known_output_tokens(self) -> int:
         """Generated tokens whose ids the host knows."""
-        return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Generated tokens that exist, those still on the device included."""
-        return self.num_tokens - len(self.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -363,6 +419,7 @@ class CompletionOutput:
 
     Attributes:
         text_offsets: for each token, the characters of the sample's text before it.
+        score: of a beam: cumulative_logprob / length**length_penalty.
     """
 
     index: int
@@ -373,6 +430,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     text_offsets: list[int] = dataclasses.field(default_factory=list)
+    score: float | None = None
 
     def finished(self) -> bool:
         """True when this sample has ended."""
@@ -395,6 +453,7 @@ class RequestOutput:
     Attributes:
         prompt_logprobs: one entry a prompt token, the first None; only when asked for.
         num_cached_tokens: prompt tokens not computed thanks to the prefix cache.
+        outputs: of a beam search: its beams, best first.
     """
 
     request_id: str

@@ -4,7 +4,14 @@ One folder an operation: ``__init__`` holds the public function, which is the co
 plain float32 jax.numpy, and every other file is an implementation of the same function.
 """
 
-from pallas_kernels.kv_cache_update import write_kv
+from pallas_kernels.kv_cache_update import copy_blocks, gather_blocks, scatter_blocks, write_kv
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, ragged_paged_attention
 
-__all__ = ["AttentionMetadata", "ragged_paged_attention", "write_kv"]
+__all__ = [
+    "AttentionMetadata",
+    "copy_blocks",
+    "gather_blocks",
+    "ragged_paged_attention",
+    "scatter_blocks",
+    "write_kv",
+]

@@ -54,6 +54,10 @@ HOST_MODULES = (
     "jaxpage.weights.source",
     "jaxpage.weights.safetensors",
     "jaxpage.weights.gguf",
+    "jaxpage.benchmarks.traces",
+    "jaxpage.benchmarks.replay",
+    "jaxpage.benchmarks.kv",
+    "jaxpage.benchmarks.scheduler",
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from jaxpage.config import EngineArgs
 from jaxpage.engine.front import Engine, Prompt
 from jaxpage.errors import EngineDeadError, ParameterError, shown
-from jaxpage.request import RequestOutput, SamplingParams
+from jaxpage.request import BeamSearchParams, RequestOutput, SamplingParams
 from jaxpage.tokenizer import Tokenizer
 
 logger = logging.getLogger("jaxpage")
@@ -122,14 +122,16 @@ class AsyncLLMEngine:
         """Raises EngineDeadError if the engine no longer serves."""
         self._raise_if_dead()
 
-    def check(self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams) -> None:
+    def check(
+        self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams | BeamSearchParams, priority: int = 0
+    ) -> None:
         """Raises ParameterError if the engine cannot serve this; changes nothing. Callable from any thread."""
-        self._engine.check(prompt_token_ids, sampling_params)
+        self._engine.check(prompt_token_ids, sampling_params, priority)
 
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        sampling_params: SamplingParams | BeamSearchParams | None,
         request_id: str,
         *,
         cache_salt: str | None = None,
@@ -139,15 +141,16 @@ class AsyncLLMEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yields outputs as they come; cumulative unless ``sampling_params.output_kind`` says otherwise.
 
-        Leaving the iteration early aborts the request. ``sampling_params`` None takes the checkpoint's recommendation.
-        ``lora_request``, ``trace_headers`` and ``priority`` are there for callers that pass their neutral values.
+        A beam search yields once, its beams best first. Leaving the iteration early aborts the request.
+        ``sampling_params`` None takes the checkpoint's recommendation. The smaller ``priority``, the sooner served,
+        under the priority policy. ``lora_request`` and ``trace_headers`` are there for callers that pass None.
 
         Raises:
             ParameterError: before the first output, for a bad prompt, parameter or an id in use.
             EngineDeadError: if the engine has ended.
         """
         self._raise_if_dead()
-        for name, value in (("lora_request", lora_request), ("trace_headers", trace_headers), ("priority", priority)):
+        for name, value in (("lora_request", lora_request), ("trace_headers", trace_headers)):
             if value:
                 raise ParameterError(name, f"is not supported, got {shown(value)}")
         if not isinstance(request_id, str):
@@ -156,9 +159,9 @@ class AsyncLLMEngine:
             sampling_params = self._engine.default_sampling_params()
         loop = asyncio.get_running_loop()
         text, token_ids = await loop.run_in_executor(None, self._engine.tokenize, prompt)
-        self._engine.check(token_ids, sampling_params)
+        self._engine.check(token_ids, sampling_params, priority)
         stream = _Stream(loop, asyncio.Queue())
-        self._submit(lambda: self._add(stream, request_id, text, token_ids, sampling_params, cache_salt))
+        self._submit(lambda: self._add(stream, request_id, text, token_ids, sampling_params, cache_salt, priority))
         try:
             while True:
                 item = await stream.queue.get()
@@ -179,7 +182,7 @@ class AsyncLLMEngine:
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes that nobody uses."""
-        self._submit(self._engine.core.scheduler.kv.pool.forget_names)
+        self._submit(self._engine.core.scheduler.kv.reset_prefix_cache)
 
     def shutdown(self, drain_timeout_s: float | None = None) -> None:
         """Ends the engine: lets running requests finish for up to ``drain_timeout_s`` seconds, then ends the rest."""
@@ -241,13 +244,14 @@ class AsyncLLMEngine:
         request_id: str,
         text: str | None,
         token_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         cache_salt: str | None,
+        priority: int,
     ) -> None:
         if not stream.is_open:
             return
         try:
-            self._engine.add(request_id, token_ids, params, prompt=text, cache_salt=cache_salt)
+            self._engine.add(request_id, token_ids, params, prompt=text, cache_salt=cache_salt, priority=priority)
         except ValueError as error:
             stream.put(error)
             return
@@ -293,13 +297,13 @@ class _StatusLine:
         if now - self._last_s < STATUS_INTERVAL_S:
             return
         scheduler = self._engine.core.scheduler
-        pool, stats = scheduler.kv.pool, scheduler.stats
+        pool, counters, stats = scheduler.kv.pool, scheduler.kv.counters, scheduler.stats
         logger.info(
             "running %d, waiting %d, KV blocks in use %.0f%%, prefix hits %.0f%% of prompt tokens, %.1f tokens/s",
             len(scheduler.running),
-            len(scheduler.waiting),
-            100 * (1 - pool.num_free / pool.num_usable),
-            100 * scheduler.kv.num_hit_tokens / max(1, scheduler.kv.num_queried_tokens),
+            scheduler.num_waiting,
+            100 * pool.num_used / pool.num_usable,
+            100 * counters.num_hit_tokens / max(1, counters.num_queried_tokens),
             (stats.num_generated_tokens - self._last_tokens) / (now - self._last_s),
         )
         self._last_s, self._last_tokens = now, stats.num_generated_tokens

@@ -23,6 +23,7 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.registry import build_config
 from jaxpage.runner.memory import gib
 from jaxpage.runner.runner import Runner
+from jaxpage.scheduler.preemption import PreemptionPolicy
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.tokenizer import Tokenizer
 from jaxpage.weights.builtin import cache_directory
@@ -79,16 +80,36 @@ def _build(args: EngineArgs) -> LoadedEngine:
             time.monotonic() - started,
         )  # fmt: skip
         runner = Runner(args, model, config, params, device, progress)
-    kv = KVCacheManager(runner.plan.num_blocks, config.block_size, config.enable_prefix_caching)
+    kv = KVCacheManager(
+        runner.plan.num_blocks,
+        config.block_size,
+        config.enable_prefix_caching,
+        num_host_blocks=runner.num_host_blocks,
+        model=args.model,
+    )
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        preemption=preemption_policy(config.preemption_mode, params, runner.plan.bytes_per_block, _platform(device)),
     )
     logger.info("Ready in %.1f s", time.monotonic() - started)
     return LoadedEngine(EngineCore(scheduler, runner), model, config, tokenizer, checkpoint.generation_config)
+
+
+RATES = {"cpu": (1e11, 4e9), "gpu": (2e14, 2e10), "tpu": (2e14, 1e10)}
+"""Orders of magnitude by platform: operations a second in a prefill, bytes a second between device and host."""
+
+
+def preemption_policy(mode: str, params: Any, bytes_per_block: int, platform: str) -> PreemptionPolicy:
+    """Two operations a parameter to compute a token again, against the bytes of a block over the bus."""
+    operations_per_s, bytes_per_s = RATES.get(platform, RATES["gpu"])
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return PreemptionPolicy(mode, 2 * num_params / operations_per_s, bytes_per_block / bytes_per_s)
 
 
 def open_tokenizer_source(path: str) -> Any:

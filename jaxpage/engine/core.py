@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from jaxpage.request import FinishReason, Request
 from jaxpage.runner.batch_builder import scored_range
 from jaxpage.runner.runner import Runner, StepInFlight, StepResult, logprob_rows
+from jaxpage.scheduler.beam import BeamSearch
+from jaxpage.scheduler.group import RequestGroup
 from jaxpage.scheduler.schedule import ScheduledRequest
 from jaxpage.scheduler.scheduler import Scheduler
 
@@ -30,6 +33,13 @@ class TokenOutput:
     prompt_scores: list[TokenScores]
 
 
+@dataclasses.dataclass(slots=True)
+class SearchOutput:
+    """A beam search that is over; its results are in ``group.search.ended``."""
+
+    group: RequestGroup
+
+
 class EngineCore:
     """Schedules a step while the one before it still runs, so that the device never waits for the host."""
 
@@ -42,24 +52,27 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_requests or self._in_flight is not None
 
-    def add(self, request: Request) -> None:
-        """Queues a validated request."""
-        self.scheduler.add(request)
+    def add(self, *requests: Request, priority: int = 0, search: BeamSearch | None = None) -> RequestGroup:
+        """Queues a validated prompt: its samples, or the request a beam search begins with."""
+        return self.scheduler.add(*requests, priority=priority, search=search)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request from outside: an abort, or a stop string found in its text."""
+        """Ends a request from outside: an abort, or a stop string found in its text. A beam ends with its search."""
         self.scheduler.finish(request, reason, stop_reason)
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> list[TokenOutput | SearchOutput]:
         """Dispatches the next step, then takes in the results of the one before."""
         finished, self._in_flight = self._in_flight, None
         schedule = self.scheduler.schedule()
-        if schedule.requests:
+        if not schedule.is_empty:
             self._in_flight = self.runner.dispatch(schedule)
-        outputs = [TokenOutput(request, [], [], []) for request in self.scheduler.ended_while_scheduling]
+        outputs: list[TokenOutput | SearchOutput] = []
+        outputs += [TokenOutput(request, [], [], []) for request in self.scheduler.ended_while_scheduling]
         self.scheduler.ended_while_scheduling.clear()
         if finished is not None:
             outputs += self._take_in(finished, finished.collect())
+        outputs += map(SearchOutput, self.scheduler.ended_searches)
+        self.scheduler.ended_searches.clear()
         if not self.has_work:
             self.scheduler.check_integrity()
         return outputs
@@ -74,7 +87,7 @@ class EngineCore:
                     outputs[item.request] = TokenOutput(item.request, [], [], scores)
             position += item.num_tokens
         rows = {item.request: row for row, item in enumerate(step.schedule.requests)}
-        for request in self.scheduler.update(step.schedule, result.token_ids):
+        for request in self.scheduler.update(step.schedule, result.token_ids, self._candidates(step, result)):
             output = outputs.setdefault(request, TokenOutput(request, [], [], []))
             if request.max_tokens == 0:
                 continue
@@ -84,6 +97,15 @@ class EngineCore:
             if request.params.logprobs is not None and result.sampled is not None:
                 output.scores.append(_scores(result.sampled, row, token_id, request.params.logprobs))
         return list(outputs.values())
+
+    def _candidates(self, step: StepInFlight, result: StepResult) -> dict[int, Sequence[tuple[int, float]]]:
+        """The most likely tokens of every beam in the step, by row."""
+        candidates: dict[int, Sequence[tuple[int, float]]] = {}
+        for row, item in enumerate(step.schedule.requests):
+            group = self.scheduler.group_of(item.request) if item.request.is_beam else None
+            if group is not None and group.search is not None and result.sampled is not None:
+                candidates[row] = logprob_rows(result.sampled, row, group.search.num_candidates)
+        return candidates
 
 
 def _prompt_scores(item: ScheduledRequest, result: StepResult, position: int) -> list[TokenScores]:

@@ -15,9 +15,10 @@ from typing import Any
 
 from jaxpage.config import EngineArgs
 from jaxpage.engine.build import build
-from jaxpage.engine.core import TokenOutput, TokenScores
+from jaxpage.engine.core import SearchOutput, TokenOutput, TokenScores
 from jaxpage.errors import ParameterError, shown
 from jaxpage.request import (
+    BeamSearchParams,
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -29,13 +30,18 @@ from jaxpage.request import (
     SamplingParams,
     TextPrompt,
     TokensPrompt,
+    check_int,
     check_token_ids,
 )
+from jaxpage.scheduler.beam import Beam, BeamSearch
+from jaxpage.scheduler.group import RequestGroup
 from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger("jaxpage")
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
+_BEAM_SAMPLING = SamplingParams(temperature=0)
+"""What the step does for a beam's row beside listing its most likely tokens."""
 RECOMMENDED_VALUES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What a checkpoint's generation_config may set for requests that leave it open."""
 
@@ -68,6 +74,20 @@ class PromptState:
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.time()))
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class SearchState:
+    """One prompt whose beams are searched. Beams come and go in the core; text is made when the search is over."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: BeamSearchParams
+    search: BeamSearch
+    group: RequestGroup
+    first: Request
+    metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.time()))
+
+
 class Engine:
     """A loaded model with its queue."""
 
@@ -81,6 +101,7 @@ class Engine:
         self.generation_config: dict[str, Any] = _usable(loaded.generation_config)
         self._prompts: dict[str, PromptState] = {}
         self._samples: dict[Request, tuple[PromptState, Sample]] = {}
+        self._searches: dict[str, SearchState] = {}
         self._seeds = random.Random(args.seed)
 
     @property
@@ -90,7 +111,7 @@ class Engine:
     @property
     def num_unfinished(self) -> int:
         """Prompts that have not ended."""
-        return len(self._prompts)
+        return len(self._prompts) + len(self._searches)
 
     def default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own recommendation, with the usual defaults for what it leaves open."""
@@ -111,10 +132,14 @@ class Engine:
             return None, check_token_ids("prompt", prompt, self.model.vocab_size)
         raise ParameterError("prompt", f"must be text, token ids or a dict of either, got {shown(prompt)}")
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams, priority: int = 0
+    ) -> None:
         """Raises ParameterError, with the numbers, if the engine cannot serve this. Changes nothing."""
-        if not isinstance(params, SamplingParams):
-            raise ParameterError("sampling_params", f"must be SamplingParams, got {shown(params)}")
+        if not isinstance(params, SamplingParams | BeamSearchParams):
+            raise ParameterError("sampling_params", f"must be SamplingParams or BeamSearchParams, got {shown(params)}")
+        if check_int("priority", priority, -(2**63), 2**63 - 1) and self.config.scheduling_policy != "priority":
+            raise ParameterError("priority", f'needs scheduling_policy "priority", got {priority}')
         config, length = self.config, len(prompt_token_ids)
         if length == 0:
             raise ParameterError("prompt", "has no tokens")
@@ -133,6 +158,9 @@ class Engine:
                 f"the whole KV cache has {pool.pool.num_usable}",
             )
         params.validate_for(self.model.vocab_size, config.max_model_len, self.args.max_logprobs)
+        if isinstance(params, BeamSearchParams):
+            self._check_width(params)
+            return
         masked = {*self.model.end_token_ids, *(params.stop_token_ids or ())}
         if params.min_tokens and params.allowed_token_ids is not None and masked.issuperset(params.allowed_token_ids):
             raise ParameterError(
@@ -143,23 +171,31 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
-        """Queues one prompt with all its samples.
+        """Queues one prompt with all its samples, or its search.
 
         Raises:
             ParameterError: if ``check`` does, or the id is in use.
         """
-        if request_id in self._prompts:
+        if request_id in self._prompts or request_id in self._searches:
             raise ParameterError("request_id", f"{shown(request_id)} is in use")
-        self.check(prompt_token_ids, params)
+        self.check(prompt_token_ids, params, priority)
         room = self.config.max_model_len - len(prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if isinstance(params, BeamSearchParams):
+            search = BeamSearch(params, max_tokens, self._end_ids(params), self.model.vocab_size)
+            request = Request(request_id, prompt_token_ids, _BEAM_SAMPLING, max_tokens, cache_salt=cache_salt)
+            group = self.core.add(request, priority=priority, search=search)
+            self._searches[request_id] = SearchState(
+                request_id, prompt, prompt_token_ids, copy.copy(params), search, group, request
+            )
+            return
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        own_ends = () if params.ignore_eos else self.model.end_token_ids
         state = PromptState(
             request_id,
             prompt,
@@ -176,18 +212,19 @@ class Engine:
                 max_tokens=max_tokens,
                 seed=seed,
                 sample_index=index,
-                end_token_ids=frozenset((*own_ends, *(params.stop_token_ids or ()))),
+                end_token_ids=self._end_ids(params),
                 cache_salt=cache_salt,
             )
             sample = Sample(index, request, self._detokenizer(prompt_token_ids, params), [])
             state.samples.append(sample)
             self._samples[request] = (state, sample)
         self._prompts[request_id] = state
-        for sample in state.samples:
-            self.core.add(sample.request)
+        self.core.add(*(sample.request for sample in state.samples), priority=priority)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a prompt's samples now; returns its last output, or None if the id is unknown."""
+        if request_id in self._searches:
+            return self._abort_search(self._searches[request_id])
         state = self._prompts.get(request_id)
         if state is None:
             return None
@@ -200,7 +237,11 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one step of the core; returns what is new, by the output kind each prompt asked for."""
         changed: dict[PromptState, list[Sample]] = {}
+        outputs: list[RequestOutput] = []
         for output in self.core.step():
+            if isinstance(output, SearchOutput):
+                outputs += [self._searched(state) for state in self._searches_of(output.group)]
+                continue
             if output.request not in self._samples:
                 continue  # aborted while its step was in flight
             state, sample = self._samples[output.request]
@@ -214,23 +255,47 @@ class Engine:
                 self._end(sample, FinishReason.ERROR, None)
             if output.token_ids or sample.finish_reason is not None:
                 changed.setdefault(state, []).append(sample)
-        outputs = []
         for state, samples in changed.items():
             if state.params.output_kind is not RequestOutputKind.FINAL_ONLY or self._is_over(state):
                 outputs.append(self._output(state, samples))
         return outputs
 
-    def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
+    def _check_width(self, params: BeamSearchParams) -> None:
+        if params.beam_width > self.config.max_num_seqs:
+            raise ParameterError(
+                "beam_width",
+                f"{params.beam_width} is above max_num_seqs {self.config.max_num_seqs}, the rows of a step",
+            )
+        needed = params.beam_width + len(self._end_ids(params))
+        if min(needed, self.model.vocab_size) > self.config.num_logprobs:
+            raise ParameterError(
+                "beam_width",
+                f"{params.beam_width} with {needed - params.beam_width} end ids needs max_logprobs {needed} or more, "
+                f"it is {self.config.num_logprobs}",
+            )
+
+    def _end_ids(self, params: SamplingParams | BeamSearchParams) -> frozenset[int]:
+        own = () if params.ignore_eos else self.model.end_token_ids
+        return frozenset((*own, *(params.stop_token_ids or ())))
+
+    def _detokenizer(
+        self, prompt_token_ids: list[int], params: SamplingParams | BeamSearchParams
+    ) -> IncrementalDetokenizer | None:
         if not params.detokenize:
             return None
+        options = {}
+        if isinstance(params, SamplingParams):
+            options = {
+                "stop": list(params.stop or ()),
+                "min_tokens": params.min_tokens,
+                "spaces_between_special_tokens": params.spaces_between_special_tokens,
+            }
         return IncrementalDetokenizer(
             self.tokenizer,
             prompt_token_ids,
-            stop=list(params.stop or ()),
-            min_tokens=params.min_tokens,
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            **options,
         )
 
     def _accept(self, state: PromptState, sample: Sample, output: TokenOutput) -> None:
@@ -285,6 +350,57 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max(0, state.samples[0].request.num_cached_tokens),
             metrics=state.metrics,
+        )
+
+    def _searches_of(self, group: RequestGroup) -> list[SearchState]:
+        return [state for state in self._searches.values() if state.group is group]
+
+    def _abort_search(self, state: SearchState) -> RequestOutput:
+        self.core.finish(state.group.requests[0], FinishReason.ABORT)
+        state.search.cut()
+        for beam in state.search.ended:
+            if beam.finish_reason is FinishReason.LENGTH:
+                beam.finish_reason = FinishReason.ABORT
+        return self._searched(state)
+
+    def _searched(self, state: SearchState) -> RequestOutput:
+        """The output of a search that is over."""
+        del self._searches[state.request_id]
+        try:
+            outputs = [self._beam_output(state, index, beam) for index, beam in enumerate(state.search.ended)]
+        except Exception:
+            # Turning tokens into text concerns this request alone; the others go on.
+            logger.exception("request %s failed", state.request_id)
+            outputs = [CompletionOutput(0, "", [], finish_reason=FinishReason.ERROR.value)]
+        state.metrics.first_token_time = state.metrics.finished_time = time.time()
+        return RequestOutput(
+            request_id=state.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=outputs,
+            finished=True,
+            num_cached_tokens=max(0, state.first.num_cached_tokens),
+            metrics=state.metrics,
+        )
+
+    def _beam_output(self, state: SearchState, index: int, beam: Beam) -> CompletionOutput:
+        params, text, offsets = state.params, "", []
+        detokenizer = self._detokenizer(state.prompt_token_ids, params)
+        if detokenizer is not None:
+            hide = beam.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
+            detokenizer.append(beam.token_ids, suppress_last_text=hide)
+            detokenizer.finish()
+            text, offsets = detokenizer.text, list(detokenizer.token_offsets)
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=list(beam.token_ids),
+            cumulative_logprob=beam.cumulative_logprob,
+            logprobs=None if params.logprobs is None else [self._logprobs(scores) for scores in beam.scores],
+            finish_reason=None if beam.finish_reason is None else beam.finish_reason.value,
+            stop_reason=beam.stop_reason,
+            text_offsets=offsets,
+            score=beam.score,
         )
 
     def _logprobs(self, scores: TokenScores) -> LogprobDict:

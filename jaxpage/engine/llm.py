@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -13,8 +14,44 @@ import rich.progress
 from jaxpage.config import EngineArgs
 from jaxpage.engine.front import Engine, Prompt
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import RequestOutput, RequestOutputKind, SamplingParams, TokensPrompt
+from jaxpage.kv.manager import KVCacheStats
+from jaxpage.request import (
+    BeamSearchParams,
+    LogprobDict,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    TokensPrompt,
+)
 from jaxpage.tokenizer import Tokenizer
+
+Params = SamplingParams | BeamSearchParams
+
+
+@dataclasses.dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam, prompt included.
+
+    Attributes:
+        cum_logprob: sum of the generated tokens' logprobs.
+        score: cum_logprob / length**length_penalty, by which the beams are sorted.
+        logprobs: one entry a generated token, if asked for.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    score: float
+    logprobs: list[LogprobDict]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 class LLM:
@@ -41,27 +78,57 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes every prompt; the results are in the order of the prompts.
 
         Args:
             prompts: texts, or dicts with ``prompt`` or ``prompt_token_ids``; one or a list.
-            sampling_params: one for all or one each; None takes the checkpoint's recommendation.
+            sampling_params: one for all or one each; None takes the checkpoint's recommendation. BeamSearchParams
+                search for the most likely continuations; ``outputs`` then holds the beams, best first.
             use_tqdm: show a progress bar on a terminal.
+            priority: one for each prompt, the smaller the sooner served; needs ``scheduling_policy="priority"``.
 
         Raises:
             ParameterError: for a bad prompt or parameter, before anything is generated.
         """
         items = _as_list(prompts)
         tokenized = [_naming(index, items, self.engine.tokenize, prompt) for index, prompt in enumerate(items)]
-        return self._run(tokenized, self._params_for(sampling_params, len(items)), use_tqdm)
+        priorities = list(priority) if priority is not None else [0] * len(items)
+        if len(priorities) != len(items):
+            raise ParameterError("priority", f"has {len(priorities)} entries for {len(items)} prompts")
+        return self._run(tokenized, self._params_for(sampling_params, len(items)), use_tqdm, priorities)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt; like ``generate`` with the result in vLLM's form."""
+        if not isinstance(params, BeamSearchParams):
+            raise ParameterError("params", f"must be BeamSearchParams, got {shown(params)}")
+        return [
+            BeamSearchOutput(
+                [
+                    BeamSearchSequence(
+                        tokens=output.prompt_token_ids + beam.token_ids,
+                        text=(output.prompt or "") + beam.text,
+                        cum_logprob=beam.cumulative_logprob or 0.0,
+                        score=beam.score or 0.0,
+                        logprobs=beam.logprobs or [],
+                        finish_reason=beam.finish_reason,
+                        stop_reason=beam.stop_reason,
+                    )
+                    for beam in output.outputs
+                ]
+            )
+            for output in self.generate(prompts, params, use_tqdm)
+        ]
 
     def chat(
         self,
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -90,31 +157,41 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
-        self.engine.core.scheduler.kv.pool.forget_names()
+        self.engine.core.scheduler.kv.reset_prefix_cache()
 
-    def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    def kv_cache_stats(self) -> KVCacheStats:
+        """What the KV cache holds now, and what has happened in it since the start."""
+        return self.engine.core.scheduler.kv_cache_stats()
+
+    def _params_for(self, given: Params | Sequence[Params] | None, count: int) -> list[Params]:
         if given is None:
             given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
+        if isinstance(given, Params):
             return [given] * count
-        if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
-            raise ParameterError("sampling_params", f"must be SamplingParams or a list of them, got {shown(given)}")
+        if not isinstance(given, Sequence) or not all(isinstance(each, Params) for each in given):
+            raise ParameterError(
+                "sampling_params", f"must be SamplingParams, BeamSearchParams or a list of them, got {shown(given)}"
+            )
         if len(given) != count:
             raise ParameterError("sampling_params", f"has {len(given)} entries for {count} prompts")
         return list(given)
 
     def _run(
-        self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        params: list[Params],
+        use_tqdm: bool,
+        priorities: list[int],
     ) -> list[RequestOutput]:
         engine = self.engine
         final = [_final_only(each) for each in params]
-        for index, ((_, ids), each) in enumerate(zip(prompts, final, strict=True)):
-            _naming(index, prompts, engine.check, ids, each)
+        for index, ((_, ids), each, priority) in enumerate(zip(prompts, final, priorities, strict=True)):
+            _naming(index, prompts, engine.check, ids, each, priority)
         request_ids = [str(next(self._ids)) for _ in prompts]
         done: dict[str, RequestOutput] = {}
         try:
-            for request_id, (text, ids), each in zip(request_ids, prompts, final, strict=True):
-                engine.add(request_id, ids, each, prompt=text)
+            for request_id, (text, ids), each, priority in zip(request_ids, prompts, final, priorities, strict=True):
+                engine.add(request_id, ids, each, prompt=text, priority=priority)
             # On a terminal only: elsewhere the bar would leave stray lines.
             with rich.progress.Progress(transient=True, disable=not (use_tqdm and sys.stdout.isatty())) as bar:
                 task = bar.add_task("generating", total=len(prompts))
@@ -148,7 +225,8 @@ def _naming(index: int, prompts: Sequence[Any], function: Callable[..., Any], *a
         raise ParameterError(f"prompts[{index}]", str(error)) from error
 
 
-def _final_only(params: SamplingParams) -> SamplingParams:
+def _final_only(params: Params) -> Params:
     params = copy.copy(params)
-    params.output_kind = RequestOutputKind.FINAL_ONLY
+    if isinstance(params, SamplingParams):
+        params.output_kind = RequestOutputKind.FINAL_ONLY
     return params

@@ -11,9 +11,17 @@ from collections.abc import Sequence
 _KEY = os.urandom(32)
 
 
-def root_hash(cache_salt: str | None) -> bytes:
-    """The parent of a request's first block. Requests with different salts share nothing."""
-    return _digest(b"salt", cache_salt.encode()) if cache_salt is not None else _digest(b"none", b"")
+def root_hash(*, model: str = "", adapter: str | None = None, cache_salt: str | None = None) -> bytes:
+    """The parent of a request's first block. Requests that differ in any of these share nothing.
+
+    Each key goes in with its tag and length, so values of different keys cannot be taken for each other.
+    """
+    content = b""
+    for tag, value in (("model", model), ("adapter", adapter), ("cache_salt", cache_salt)):
+        if value is not None:
+            text = value.encode("utf-8", "surrogatepass")
+            content += f"{tag}:{len(text)}:".encode() + text
+    return _digest(b"root", content)
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

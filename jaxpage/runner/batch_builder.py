@@ -18,16 +18,20 @@ def pack_schedule(schedule: Schedule, packing: Packing, slots: SlotTable) -> tup
     for item in items:
         _write_tokens(item, fields, position)
         has_prompt_logprobs |= _write_targets(item, fields, position)
-        has_logprobs |= item.samples and item.request.params.logprobs is not None
+        has_logprobs |= item.samples and (item.request.is_beam or item.request.params.logprobs is not None)
         position += item.num_tokens
 
     rows = slice(0, len(items))
-    row_slots = np.full(packing.num_rows, len(slots.num_blocks) - 1, np.int32)
+    row_slots = np.full(packing.num_rows, slots.spare, np.int32)
     row_slots[rows] = [item.request.slot for item in items]
     lengths = np.array([item.num_tokens for item in items], np.int32)
     fields["cu_seqlens_q"][1:] = position
     fields["cu_seqlens_q"][1 : len(items) + 1] = np.cumsum(lengths)
-    fields["seq_lens"][rows] = [item.start + item.num_tokens for item in items]
+    positions = [item.start + item.num_tokens for item in items]
+    fields["sample_positions"][rows] = positions
+    fields["seq_lens"][rows] = positions
+    fields["logits_indices"][:] = np.maximum(fields["cu_seqlens_q"][1:] - 1, 0)
+    _write_forks(items, fields)
     fields["samples"][rows] = [item.samples for item in items]
     fields["slots"][:] = row_slots
     fields["block_tables"][rows] = slots.block_tables[row_slots[rows]]
@@ -53,6 +57,8 @@ def pack_schedule(schedule: Schedule, packing: Packing, slots: SlotTable) -> tup
 
 def _write_tokens(item: ScheduledRequest, fields: dict[str, np.ndarray], position: int) -> None:
     known = item.request.token_ids
+    if item.num_tokens == 0:
+        return
     if item.num_tokens == 1:
         # -1: sampled by a step still in flight; the device has it.
         fields["token_ids"][position] = known[item.start] if item.start < len(known) else -1
@@ -61,6 +67,18 @@ def _write_tokens(item: ScheduledRequest, fields: dict[str, np.ndarray], positio
     part = known[item.start : end]
     fields["token_ids"][position : position + len(part)] = part
     fields["token_ids"][position + len(part) : position + item.num_tokens] = -1
+
+
+def _write_forks(items: list[ScheduledRequest], fields: dict[str, np.ndarray]) -> None:
+    """Forked rows come last: they attend to nothing and sample where their parent does."""
+    row_of: dict[int, int] = {}
+    for row in range(len(items) - 1, -1, -1):
+        if items[row].parent is None:
+            break
+        if not row_of:
+            row_of = {id(item): place for place, item in enumerate(items)}
+        fields["seq_lens"][row] = 0
+        fields["logits_indices"][row] = fields["logits_indices"][row_of[id(items[row].parent)]]
 
 
 def _write_targets(item: ScheduledRequest, fields: dict[str, np.ndarray], position: int) -> bool:

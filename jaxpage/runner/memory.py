@@ -1,13 +1,16 @@
-"""How many KV blocks fit: from the memory the device has free and what the compiled step needs beside them."""
+"""How many KV blocks fit: on the device, beside what the compiled step needs, and in the host's memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 
 from jaxpage.batch import Device
 from jaxpage.config import EngineArgs, EngineConfig
 from jaxpage.errors import StartupError
+
+logger = logging.getLogger("jaxpage")
 
 CPU_DEFAULT_BYTES = 2 << 30
 """KV cache on a CPU if nobody says otherwise: plenty for tens of requests, and no burden for a laptop."""
@@ -115,3 +118,29 @@ def plan_kv_cache(
             f"{gib(step_bytes)}; lower max_num_batched_tokens, max_num_seqs or block_size"
         )
     return KVCachePlan(num_blocks, config.block_size, bytes_per_block, config.max_model_len)
+
+
+def num_host_blocks(swap_space_bytes: int, bytes_per_block: int, most_blocks: int) -> int:
+    """Decides how many swapped blocks the host's memory holds.
+
+    Args:
+        most_blocks: what requests can use at most: more is never set aside.
+
+    Raises:
+        StartupError: if the host has not that much memory, or swap_space holds no block at all.
+    """
+    if swap_space_bytes == 0:
+        return 0
+    count = min(swap_space_bytes // bytes_per_block, most_blocks)
+    if count == 0:
+        raise StartupError(
+            f"swap_space {gib(swap_space_bytes)} holds no KV block of {bytes_per_block:,} bytes; "
+            "raise it, or set it to 0 and never swap"
+        )
+    needed, available = count * bytes_per_block, available_host_bytes()
+    if needed > available:
+        raise StartupError(
+            f"not enough memory: swap_space takes {gib(needed)} of host memory, {gib(available)} are free; lower it"
+        )
+    logger.info("Swap space: %s blocks in host memory (%s)", f"{count:,}", gib(needed))
+    return count

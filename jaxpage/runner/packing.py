@@ -27,7 +27,9 @@ class Packing:
     """The layout for a bucket of T tokens and B rows.
 
     Fields: token_ids (-1: take the slot's last sampled token), prompt_targets (the prompt token after each position
-    that is to be scored, else -1), per-row metadata and sampling settings, and ``flags`` of the whole step.
+    that is to be scored, else -1), per-row metadata and sampling settings, and ``flags`` of the whole step. A row
+    samples from the logits of token ``logits_indices``, which is its own last one or, after a fork, its parent's; a
+    forked row has no tokens and a seq_len of 0.
     """
 
     FLAGS = ("has_edits", "has_randomness", "has_filters", "has_logprobs", "has_prompt_logprobs")
@@ -41,6 +43,8 @@ class Packing:
             Field("prompt_targets", (num_tokens,)),
             Field("cu_seqlens_q", (num_rows + 1,)),
             Field("seq_lens", rows),
+            Field("logits_indices", rows),
+            Field("sample_positions", rows),
             Field("block_tables", (num_rows, max_blocks)),
             Field("slots", rows),
             Field("samples", rows),

@@ -16,12 +16,14 @@ import numpy as np
 
 from jaxpage.batch import Device, SamplingState, ScoredTokens, StepOutput
 from jaxpage.config import EngineArgs, EngineConfig
+from jaxpage.errors import StartupError
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import KVCache, Params
 from jaxpage.request import MAX_STOP_TOKEN_IDS, Request
 from jaxpage.runner.batch_builder import pack_schedule
+from jaxpage.runner.block_ops import BlockMover
 from jaxpage.runner.buckets import bucket_for, token_buckets
-from jaxpage.runner.memory import KVCachePlan, gib, plan_kv_cache
+from jaxpage.runner.memory import KVCachePlan, gib, num_host_blocks, plan_kv_cache
 from jaxpage.runner.packing import Packing
 from jaxpage.runner.slots import SlotTable
 from jaxpage.runner.step import step
@@ -79,12 +81,12 @@ class Runner:
         """Compiles every bucket, sizes the cache and allocates it.
 
         Raises:
-            StartupError: if the cache does not fit.
+            StartupError: if the cache does not fit, or the swapped blocks not in the host's memory.
         """
         self.model, self.config, self.params, self.device = model, config, params, device
         self.buckets = token_buckets(config.max_num_batched_tokens)
         self._packings = {size: self._packing(size) for size in self.buckets}
-        self._slots = SlotTable(config.max_num_seqs, config.max_blocks_per_request)
+        self._slots = SlotTable(config.max_num_seqs, config.max_blocks_per_request, config.block_size)
         self._num_stop_ids = MAX_STOP_TOKEN_IDS + len(model.end_token_ids)
         self._lazy = args.enforce_eager
         self.plan, self._steps = self._plan_and_compile(args, progress)
@@ -95,8 +97,11 @@ class Runner:
                 "finish_reason length; raise kv_cache_memory_bytes or lower max_model_len",
                 self.plan.num_tokens, config.max_model_len,
             )  # fmt: skip
+        most_blocks = config.max_num_seqs * config.max_blocks_per_request
+        host_blocks = num_host_blocks(config.swap_space_bytes, self.plan.bytes_per_block, most_blocks)
+        self._mover = BlockMover(self._cache_shapes(self.plan), host_blocks, device)
+        self._kv_cache = self._empty_cache()
         with jax.default_device(device):
-            self._kv_cache: KVCache = [jnp.zeros(shape.shape, shape.dtype) for shape in self._cache_shapes(self.plan)]
             self._state = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._state_shapes())
         self._admit = jax.jit(_admit_slot, donate_argnums=0)
         if not self._lazy:
@@ -107,15 +112,23 @@ class Runner:
         """Bytes of one element of the cache."""
         return jnp.dtype(self.config.kv_cache_dtype).itemsize
 
-    def dispatch(self, schedule: Schedule) -> StepInFlight:
-        """Starts a step and returns at once. Steps run in the order of dispatch."""
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks that can be swapped out to the host's memory."""
+        return self._mover.num_host_blocks
+
+    def dispatch(self, schedule: Schedule) -> StepInFlight | None:
+        """Starts a step and returns at once; None if only blocks move. Steps run in the order of dispatch."""
+        self._kv_cache = self._mover.run(self._kv_cache, schedule.block_ops)
+        for request in schedule.admitted:
+            self._slots.admit(request)
+            if _needs_state(request):
+                self._fill_state(request)
+        if not schedule.requests:
+            return None
         for item in schedule.requests:
-            if item.is_admitted:
-                self._slots.admit(item.request)
-                if _needs_state(item.request):
-                    self._fill_state(item.request)
-            self._slots.refresh_blocks(item.request)
-        packing = self._packings[bucket_for(self.buckets, schedule.num_tokens)]
+            self._slots.refresh_blocks(item.request, item.start)
+        packing = self._packings[bucket_for(self.buckets, max(schedule.num_tokens, len(schedule.requests)))]
         packed, flags = pack_schedule(schedule, packing, self._slots)
         output = self._run(packing, packed)
         output.token_ids.copy_to_host_async()
@@ -147,9 +160,10 @@ class Runner:
         )
 
     def _warm_up(self) -> None:
-        """Runs what has not run yet, with nothing but padding: the smallest step, and the fill of the spare slot."""
+        """Runs what has not run yet, with nothing but padding: block moves, smallest step, fill of the spare slot."""
+        self._warm_up_mover()
         packing = self._packings[self.buckets[0]]
-        packed, _ = pack_schedule(Schedule([], 0, 0), packing, self._slots)
+        packed, _ = pack_schedule(Schedule([], 0), packing, self._slots)
         self._run(packing, packed)
         # After the step: its output is bound to the device, unlike the zeros before, and jit tells the two apart.
         vocab_size = self.model.vocab_size
@@ -162,6 +176,23 @@ class Runner:
             np.full(self._num_stop_ids, vocab_size, np.int32),
         )
         jax.block_until_ready(self._state)
+
+    def _warm_up_mover(self) -> None:
+        try:
+            self._kv_cache = self._mover.warm_up(self._kv_cache)
+            return
+        except StartupError as error:
+            if self.config.preemption_mode == "swap":
+                raise
+            logger.warning("%s; preempted requests will be computed again", error)
+        # Nobody insisted on swapping, so its failure is no reason not to start. It may have taken the cache along.
+        self._kv_cache = []
+        self._mover = BlockMover(self._cache_shapes(self.plan), 0, self.device)
+        self._kv_cache = self._mover.warm_up(self._empty_cache())
+
+    def _empty_cache(self) -> KVCache:
+        with jax.default_device(self.device):
+            return [jnp.zeros(shape.shape, shape.dtype) for shape in self._cache_shapes(self.plan)]
 
     def _packing(self, num_tokens: int) -> Packing:
         return Packing(num_tokens, min(num_tokens, self.config.max_num_seqs), self.config.max_blocks_per_request)

@@ -35,11 +35,11 @@ def step(
     Row ``num_rows - 1`` may be a padding row; padding rows use the spare slot of ``state``.
     """
     fields = packing.split(packed)
-    inputs, last_tokens = model_inputs(fields, state, block_size)
+    inputs = model_inputs(fields, state, block_size)
     kv_cache, hidden = forward(params, config, kv_cache, inputs, attention_implementation)
     flags = dict(zip(Packing.FLAGS, fields["flags"] != 0, strict=True))
     with jax.named_scope("logits"):
-        logits = unembed(params, config, hidden[last_tokens])
+        logits = unembed(params, config, hidden[fields["logits_indices"]])
     with jax.named_scope("sample"):
         sampling = sampling_tensors(fields)
         token_ids = sample(logits, sampling, state, flags["has_edits"], flags["has_randomness"], flags["has_filters"])
@@ -62,10 +62,8 @@ def step(
     return kv_cache, state, StepOutput(token_ids, sampled, prompt)
 
 
-def model_inputs(
-    fields: dict[str, Array], state: SamplingState, block_size: int
-) -> tuple[ModelInputs, Int[Array, " B"]]:
-    """What the forward pass reads, and the index of each row's last token, derived from the per-row metadata."""
+def model_inputs(fields: dict[str, Array], state: SamplingState, block_size: int) -> ModelInputs:
+    """What the forward pass reads, derived from the per-row metadata."""
     cu_seqlens_q, seq_lens, block_tables = fields["cu_seqlens_q"], fields["seq_lens"], fields["block_tables"]
     tokens = jnp.arange(len(fields["token_ids"]))
     num_rows = len(seq_lens)
@@ -75,9 +73,8 @@ def model_inputs(
     blocks = block_tables[rows, positions // block_size]
     slot_mapping = jnp.where(is_real, blocks * block_size + positions % block_size, 0)
     token_ids = jnp.where(fields["token_ids"] < 0, state.last_token[fields["slots"][rows]], fields["token_ids"])
-    last_tokens = jnp.maximum(cu_seqlens_q[1:] - 1, 0)
     metadata = AttentionMetadata(block_tables, seq_lens, cu_seqlens_q)
-    return ModelInputs(token_ids, positions, slot_mapping, metadata), last_tokens
+    return ModelInputs(token_ids, positions, slot_mapping, metadata)
 
 
 def sampling_tensors(fields: dict[str, Array]) -> SamplingTensors:
@@ -85,8 +82,7 @@ def sampling_tensors(fields: dict[str, Array]) -> SamplingTensors:
     values = {name: fields[name] for name in SamplingTensors._fields if name in fields}
     values["suppress_stop"] = values["suppress_stop"] != 0
     values["has_bias"] = values["has_bias"] != 0
-    # The position of the token being sampled: it keys the noise.
-    return SamplingTensors(**values, positions=fields["seq_lens"])
+    return SamplingTensors(**values, positions=fields["sample_positions"])
 
 
 def score_prompt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxpage.kv.block_ops import BlockOp
 from jaxpage.request import Request
 
 
@@ -13,22 +14,35 @@ class ScheduledRequest:
 
     Attributes:
         samples: the step reaches the request's last token, so it produces a new one.
-        is_admitted: the request got its slot in this step; per-request device state must be filled.
         output_index: tokens the request had generated before this step.
+        parent: set for a request forked in this step: it computes nothing and samples from the logits of the parent's
+            last token. Such items come after all others.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
-    is_admitted: bool
     output_index: int
+    parent: ScheduledRequest | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class Schedule:
-    """All that one step computes. Decode rows come first."""
+    """All that one step computes. Decode rows come first.
+
+    Attributes:
+        admitted: requests that got a slot since the step before: per-request device state must be filled.
+        block_ops: blocks to move before the step's writes, in this order.
+    """
 
     requests: list[ScheduledRequest]
     num_tokens: int
-    num_preempted: int
+    num_preempted: int = 0
+    admitted: list[Request] = dataclasses.field(default_factory=list)
+    block_ops: list[BlockOp] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to do for the device."""
+        return not (self.requests or self.block_ops or self.admitted)

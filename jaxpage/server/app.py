@@ -23,19 +23,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jaxpage
-from jaxpage.errors import shown
+from jaxpage.errors import ParameterError, shown
 from jaxpage.server.errors import ApiError, ClientGoneError, error_response, to_api_error, unavailable
+from jaxpage.server.fields import Limits
 from jaxpage.server.formats import ChatFormat, CompletionFormat
 from jaxpage.server.generation import Generation, coalesced
 from jaxpage.server.json_body import check_content_type, parse_object, read_body
 from jaxpage.server.prompts import PreparedPrompt, PromptBuilder
-from jaxpage.server.protocol import (
-    REQUEST_ID,
-    GenerationRequest,
-    Limits,
-    chat_request,
-    completion_request,
-)
+from jaxpage.server.protocol import REQUEST_ID, GenerationRequest, chat_request, completion_request
 from jaxpage.server.streaming import EventStream, while_connected
 from jaxpage.server.tokenizing import detokenize, tokenize, tokenizer_info
 
@@ -109,7 +104,7 @@ class ApiServer:
         def prepare() -> list[PreparedPrompt]:
             prompts = build_prompts(wanted)
             for prompt in prompts:
-                self.engine.check(prompt.token_ids, wanted.params)
+                self._check_prompt(prompt, wanted)
             return prompts
 
         prompts = await self._in_thread(prepare)
@@ -123,6 +118,11 @@ class ApiServer:
         if wanted.num_logprobs is None and wanted.num_prompt_logprobs is None:
             return JSONResponse(shape.whole(generation, choices))
         return await self._in_thread(lambda: JSONResponse(shape.whole(generation, choices)))
+
+    async def reset_prefix_cache(self, request: Request) -> ASGIApp:
+        """POST /reset_prefix_cache, /flush_cache. Requests keep what they hold; later ones find nothing older."""
+        await self.engine.reset_prefix_cache()
+        return Response(status_code=200)
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """POST /tokenize."""
@@ -187,6 +187,14 @@ class ApiServer:
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.engine.model_name:
             raise ApiError(404, f"the model {shown(name)} does not exist", "model")
+
+    def _check_prompt(self, prompt: PreparedPrompt, wanted: GenerationRequest) -> None:
+        try:
+            self.engine.check(prompt.token_ids, wanted.params, wanted.priority)
+        except ParameterError as error:
+            if error.parameter != "beam_width":
+                raise
+            raise ParameterError("n", error.reason) from None  # the client's name for it
 
     def _check_admission(self) -> None:
         if self.is_draining:
@@ -259,7 +267,7 @@ def create_app(engine: Any, *, api_keys: Sequence[str] = (), max_body_bytes: int
 
     Args:
         engine: an ``AsyncLLMEngine`` or anything with its methods.
-        api_keys: accepted bearer keys for ``/v1/*``; none means open.
+        api_keys: accepted bearer keys for ``/v1/*`` and the cache's reset; none means open.
         max_body_bytes: larger bodies are refused unread.
     """
     server = ApiServer(engine, api_keys, max_body_bytes)
@@ -284,6 +292,9 @@ def create_app(engine: Any, *, api_keys: Sequence[str] = (), max_body_bytes: int
         Route("/v1/chat/completions", guarded(server.chat_completions), methods=["POST"]),
         Route("/v1/models", guarded(server.models)),
         Route("/v1/models/{model_id:path}", guarded(server.model)),
+        # Not under /v1, but it slows everybody down: not for strangers.
+        Route("/flush_cache", guarded(server.reset_prefix_cache), methods=["POST"]),
+        Route("/reset_prefix_cache", guarded(server.reset_prefix_cache), methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/tokenizer_info", server.tokenizer_info),

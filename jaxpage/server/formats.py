@@ -73,7 +73,7 @@ class CompletionFormat:
         return self._envelope | {"choices": [choice]} | extra | usage
 
     def _prompt_logprobs(self, generation: Generation, piece: Piece) -> list[dict[str, Any] | None] | None:
-        entries = generation.prompt_logprobs[piece.index // self.request.params.n]
+        entries = generation.prompt_logprobs[piece.index // self.request.num_choices]
         if entries is None or self.request.num_prompt_logprobs is None:
             return None
         return self.logprobs.prompt(trimmed(entries, piece.prompt.token_ids, self.request.num_prompt_logprobs))

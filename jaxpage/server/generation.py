@@ -35,7 +35,7 @@ class Piece:
     """News of one choice; pieces of a choice joined in order are the choice.
 
     Attributes:
-        index: of the choice: prompt number * n + sample number.
+        index: of the choice: prompt number * n + number of the sample or beam.
         is_first: no piece of this choice came before; an echoed prompt is part of this one.
         token_ids: generated tokens only. ``scores`` starts with the prompt's tokens when they are echoed.
         num_completion_tokens: tokens of the choice so far, this piece included.
@@ -112,7 +112,7 @@ class Generation:
 
     def usage_at(self, piece: Piece) -> dict[str, Any]:
         """Token counts of one choice as of ``piece``."""
-        cached = self._num_cached_tokens[piece.index // self.request.params.n]
+        cached = self._num_cached_tokens[piece.index // self.request.num_choices]
         return _usage(len(piece.prompt.token_ids), piece.num_completion_tokens, cached)
 
     def _note_counts(self, number: int, output: RequestOutput) -> None:
@@ -122,7 +122,7 @@ class Generation:
             self._num_cached_tokens[number] = max(output.num_cached_tokens, 0)
 
     def _lacks_prompt_scores(self, number: int) -> bool:
-        return self.request.params.prompt_logprobs is not None and self.prompt_logprobs[number] is None
+        return self.request.scores_prompts and self.prompt_logprobs[number] is None
 
     def _start(self, prompt: PreparedPrompt) -> AsyncGenerator[RequestOutput]:
         # Ids inside the engine have nothing to do with what clients send, so nobody can hit another's request.
@@ -131,12 +131,13 @@ class Generation:
             self.request.params,
             uuid.uuid4().hex,
             cache_salt=self.request.cache_salt,
+            priority=self.request.priority,
         )
 
     def _piece(self, number: int, sample: CompletionOutput) -> Piece:
         if sample.finish_reason not in (None, "stop", "length"):
             raise GenerationError(f"generation ended early ({sample.finish_reason})")
-        index = number * self.request.params.n + sample.index
+        index = number * self.request.num_choices + sample.index
         is_first = index not in self._num_completion_tokens
         total = self._num_completion_tokens.get(index, 0) + len(sample.token_ids)
         self._num_completion_tokens[index] = total

@@ -7,53 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import RequestOutputKind, SamplingParams, check_bool, check_float, check_int, check_token_ids
+from jaxpage.request import BeamSearchParams, SamplingParams, check_bool, check_int, check_token_ids
+from jaxpage.server.fields import Body, Limits, check_list, check_object, check_str, field
 from jaxpage.server.messages import check_messages
+from jaxpage.server.sampling import generation_params
 
 MAX_PROMPTS = 1024
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-Body = Mapping[str, Any]
-
-_SAMPLING_FIELDS = (
-    "n",
-    "best_of",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "allowed_token_ids",
-)
-_DEFAULTS_OF_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What the served model allows: ids below ``vocab_size``, ``max_model_len`` tokens, ``max_logprobs`` (-1: all).
-
-    Attributes:
-        generation_config: the model's own defaults of sampling values.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    max_logprobs: int
-    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -61,6 +24,7 @@ class GenerationRequest:
     """The fields both generating endpoints share.
 
     Attributes:
+        params: BeamSearchParams if the client wants beams, whose ``beam_width`` it calls n.
         num_logprobs: alternatives shown for each token; None shows no logprobs at all.
         num_prompt_logprobs: the same for the list ``prompt_logprobs``.
         truncate_prompt_tokens: most tokens a prompt may keep, or None.
@@ -68,7 +32,7 @@ class GenerationRequest:
     """
 
     model: str | None
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     num_logprobs: int | None
     num_prompt_logprobs: int | None
     echo: bool
@@ -82,7 +46,18 @@ class GenerationRequest:
     truncate_prompt_tokens: int | None
     truncation_side: str
     cache_salt: str | None
+    priority: int
     request_id: str | None
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt: samples or beams."""
+        return self.params.n if isinstance(self.params, SamplingParams) else self.params.beam_width
+
+    @property
+    def scores_prompts(self) -> bool:
+        """True when the engine is asked for scores of the prompts."""
+        return isinstance(self.params, SamplingParams) and self.params.prompt_logprobs is not None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -102,26 +77,6 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any]
 
 
-def field(body: Body, name: str, check: Callable[..., Any], default: Any = None, **limits: Any) -> Any:
-    """``body[name]`` after ``check(name, value, **limits)``; null and absent give ``default``."""
-    value = body.get(name)
-    return default if value is None else check(name, value, **limits)
-
-
-def check_str(name: str, value: Any) -> str:
-    """``value`` if it is a string; raises ParameterError otherwise."""
-    if not isinstance(value, str):
-        raise ParameterError(name, f"must be a string, got {shown(value)}")
-    return value
-
-
-def check_object(name: str, value: Any) -> dict[str, Any]:
-    """``value`` if it is a JSON object; raises ParameterError otherwise."""
-    if not isinstance(value, dict):
-        raise ParameterError(name, f"must be an object, got {shown(value)}")
-    return value
-
-
 def completion_request(body: Body, limits: Limits) -> CompletionRequest:
     """The checked fields of a completions body.
 
@@ -136,7 +91,7 @@ def completion_request(body: Body, limits: Limits) -> CompletionRequest:
     # No new tokens is only of use to score an echoed prompt.
     max_tokens = field(body, "max_tokens", check_int, 16, low=0 if echo else 1, high=limits.max_model_len)
     num_prompt_logprobs = field(body, "prompt_logprobs", check_int, low=-1)
-    params = sampling_params(
+    params = generation_params(
         body,
         limits,
         max_tokens=max_tokens,
@@ -163,7 +118,7 @@ def chat_request(body: Body, limits: Limits) -> ChatRequest:
         for name in ("max_completion_tokens", "max_tokens")
     ]
     num_prompt_logprobs = field(body, "prompt_logprobs", check_int, low=-1)
-    params = sampling_params(
+    params = generation_params(
         body,
         limits,
         max_tokens=next((value for value in token_limits if value is not None), None),
@@ -179,21 +134,12 @@ def chat_request(body: Body, limits: Limits) -> ChatRequest:
     )
 
 
-def sampling_params(body: Body, limits: Limits, **fixed: Any) -> SamplingParams:
-    """Sampling values: those of the request, then the model's own, then the defaults; ``fixed`` comes on top."""
-    allowed = body.get("allowed_token_ids")
-    if isinstance(allowed, list) and len(allowed) > limits.vocab_size:
-        raise ParameterError("allowed_token_ids", f"holds {len(allowed)} ids, the vocabulary has {limits.vocab_size}")
-    field(body, "stop_token_ids", _check_list)
-    values = {name: limits.generation_config[name] for name in _DEFAULTS_OF_MODEL if name in limits.generation_config}
-    values |= {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
-    params = SamplingParams(**(values | fixed), output_kind=RequestOutputKind.DELTA)
-    params.validate_for(limits.vocab_size, limits.max_model_len, limits.max_logprobs)
-    return params
-
-
 def _shared_fields(
-    body: Body, limits: Limits, params: SamplingParams, num_logprobs: int | None, num_prompt_logprobs: int | None
+    body: Body,
+    limits: Limits,
+    params: SamplingParams | BeamSearchParams,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
 ) -> dict[str, Any]:
     _refuse_unsupported(body)
     field(body, "user", check_str)
@@ -221,6 +167,7 @@ def _shared_fields(
         "truncate_prompt_tokens": field(body, "truncate_prompt_tokens", _check_truncation, limits=limits),
         "truncation_side": field(body, "truncation_side", _check_side, "left"),
         "cache_salt": field(body, "cache_salt", _check_salt),
+        "priority": field(body, "priority", check_int, 0, low=-(2**63), high=2**63 - 1),
         "request_id": field(body, "request_id", _check_request_id),
     }
 
@@ -318,23 +265,18 @@ def _refuse_tools(body: Body) -> None:
 
 def _refuse_unsupported(body: Body) -> None:
     """A field this server cannot honour is an error, never silently without effect."""
-    if field(body, "bad_words", _check_list):
+    if field(body, "bad_words", check_list):
         raise ParameterError("bad_words", f"is not supported, got {shown(body['bad_words'])}")
     if body.get("structured_outputs") is not None:
         raise ParameterError("structured_outputs", f"is not supported, got {shown(body['structured_outputs'])}")
     response_format = field(body, "response_format", check_object)
     if response_format is not None and response_format.get("type") != "text":
         raise ParameterError("response_format", f'only type "text" is supported, got {shown(response_format)}')
-    if field(body, "use_beam_search", check_bool, False):
-        raise ParameterError("use_beam_search", "is not supported")
-    field(body, "length_penalty", check_float)
     for name in UNSUPPORTED_FIELDS:
         if body.get(name):
             raise ParameterError(name, f"is not supported, got {shown(body[name])}")
     if body.get("modalities") not in (None, ["text"]):
         raise ParameterError("modalities", f'only ["text"] is supported, got {shown(body["modalities"])}')
-    if field(body, "priority", check_int, 0, low=-(2**63), high=2**63 - 1):
-        raise ParameterError("priority", f"only 0 is supported, got {body['priority']}")
 
 
 def _widest(*counts: int | None) -> int | None:
@@ -342,12 +284,6 @@ def _widest(*counts: int | None) -> int | None:
     if not given:
         return None
     return -1 if -1 in given else max(given)
-
-
-def _check_list(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ParameterError(name, f"must be a list, got {shown(value)}")
-    return value
 
 
 def _check_truncation(name: str, value: Any, limits: Limits) -> int:

@@ -10,9 +10,10 @@ from typing import Any
 
 from jaxpage.errors import ParameterError
 from jaxpage.request import check_bool, check_token_ids
+from jaxpage.server.fields import Body, Limits, check_str, field
 from jaxpage.server.messages import check_messages
 from jaxpage.server.prompts import PromptBuilder
-from jaxpage.server.protocol import Body, Limits, chat_options, check_str, field
+from jaxpage.server.protocol import chat_options
 
 CheckModel = Callable[[str | None], None]
 

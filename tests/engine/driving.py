@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpage import LLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpage.engine.front import Engine
 from jaxpage.request import LogprobDict
 
@@ -23,8 +23,9 @@ class Ask:
     """A prompt with its parameters; it arrives before step ``arrives_at``."""
 
     prompt: list[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     arrives_at: int = 0
+    priority: int = 0
 
 
 def ask(prompt: list[int], arrives_at: int = 0, **params: Any) -> Ask:
@@ -32,7 +33,9 @@ def ask(prompt: list[int], arrives_at: int = 0, **params: Any) -> Ask:
     return Ask(prompt, SamplingParams(**({"temperature": 0, "ignore_eos": True} | params)), arrives_at)
 
 
-def run(llm: LLM, asks: Sequence[Ask], before_step: Callable[[Engine], None] | None = None) -> list[RequestOutput]:
+def run(
+    llm: LLM, asks: Sequence[Ask], before_step: Callable[[Engine], None] | abort_after | None = None
+) -> list[RequestOutput]:
     """The last output of every request, or all of them joined for one that asked for DELTA."""
     engine = llm.engine
     names = [f"ask-{next(_ids)}" for _ in asks]
@@ -42,8 +45,13 @@ def run(llm: LLM, asks: Sequence[Ask], before_step: Callable[[Engine], None] | N
     while waiting or engine.has_work:
         while waiting and waiting[0][0].arrives_at <= step:
             each, name = waiting.pop(0)
-            engine.add(name, each.prompt, each.params)
-        if before_step is not None:
+            engine.add(name, each.prompt, each.params, priority=each.priority)
+        if isinstance(before_step, abort_after):
+            for place in before_step.due(step):
+                last = engine.abort(names[place])
+                if last is not None:
+                    outputs.setdefault(names[place], []).append(last)
+        elif before_step is not None:
             before_step(engine)
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
@@ -51,9 +59,23 @@ def run(llm: LLM, asks: Sequence[Ask], before_step: Callable[[Engine], None] | N
         assert step < 5000, "the engine does not come to an end"
     engine.core.scheduler.check_integrity()
     return [
-        _joined(outputs[name]) if each.params.output_kind is RequestOutputKind.DELTA else outputs[name][-1]
+        _joined(outputs[name]) if _is_delta(each.params) else outputs[name][-1]
         for each, name in zip(asks, names, strict=True)
     ]
+
+
+class abort_after:
+    """Aborts requests, by their place in the list given to ``run``, before the steps with these numbers."""
+
+    def __init__(self, steps: dict[int, int]) -> None:
+        self.steps = steps
+
+    def due(self, step: int) -> list[int]:
+        return [place for place, at in self.steps.items() if at == step]
+
+
+def _is_delta(params: SamplingParams | BeamSearchParams) -> bool:
+    return isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
 
 
 def _joined(deltas: list[RequestOutput]) -> RequestOutput:
@@ -93,10 +115,12 @@ def preempt_at(*counts: int, num_prompt_tokens: int | None = None) -> Callable[[
         scheduler = engine.core.scheduler
         for request in scheduler.running:
             if num_prompt_tokens in (None, request.num_prompt_tokens):
-                if left and request.num_computed_tokens >= left[0]:
+                group = scheduler.group_of(request)
+                assert group is not None
+                if left and request.num_computed_tokens >= left[0] and group.can_be_preempted:
                     left.pop(0)
-                    scheduler._preempt(request)
-                    scheduler.kv.pool.forget_names()  # else the prefix cache would spare it the recomputation
+                    scheduler._preempt(group, group.running)
+                    scheduler.kv.reset_prefix_cache()  # else the prefix cache would spare it the recomputation
                 break
 
     hook.left = left  # type: ignore[attr-defined]
@@ -112,7 +136,7 @@ def poison(value: float) -> Callable[[Engine], None]:
         pool, runner = engine.core.scheduler.kv.pool, engine.core.runner
         is_free = np.zeros(pool.num_blocks, bool)
         is_free[0] = True
-        is_free[[block for block in pool._free if block not in pool._name_of_block]] = True
+        is_free[[block for block in pool._free if block not in pool.index]] = True
         assert not is_first or is_free.all(), "start with an empty cache"
         is_first = False
         runner._kv_cache = _overwrite(runner._kv_cache, is_free, value)

@@ -213,8 +213,8 @@ def test_bad_options_are_refused_at_start(options: dict[str, Any], message: str,
 
 
 def test_an_unknown_option_is_refused(directory: Path) -> None:
-    with pytest.raises(TypeError, match="swap_space"):
-        LLM(model=str(directory), swap_space=4)
+    with pytest.raises(TypeError, match="speculative_model"):
+        LLM(model=str(directory), speculative_model=4)
 
 
 def test_an_interrupted_call_leaves_the_engine_free(

@@ -34,8 +34,8 @@ def small(llm_for: Callable[..., LLM], model: RandomModel) -> LLM:
     return llm_for(model.directory, **SMALL_POOL)
 
 
-@pytest.mark.parametrize(("length", "cached"), [(6, 4), (8, 4), (11, 8), (16, 12)])
-def test_a_hit_never_covers_the_whole_prompt_pfx_1(
+@pytest.mark.parametrize(("length", "cached"), [(6, 5), (8, 7), (11, 10), (16, 15)])
+def test_a_repeated_prompt_computes_one_token_pfx_1(
     length: int, cached: int, llm: LLM, model: RandomModel, random_ids: Callable[..., list[int]]
 ) -> None:
     prompt = random_ids(length)
@@ -55,7 +55,7 @@ def test_generated_blocks_are_reused_by_the_next_turn_pfx_1a(
         cached.append(output.num_cached_tokens)
         history = history + output.outputs[0].token_ids + random_ids(5, seed=turn)
     # Turn 1 leaves 12 of its 13 tokens in the cache, turn 2 leaves 25 of 26.
-    assert cached == [0, 12, 24]
+    assert cached == [0, 12, 25]
 
 
 def test_salts_share_nothing(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
@@ -67,7 +67,7 @@ def test_salts_share_nothing(llm: LLM, random_ids: Callable[..., list[int]]) -> 
         while engine.has_work:
             outputs = engine.step()
         hits.append(outputs[-1].num_cached_tokens)
-    assert hits == [0, 0, 0, 12]
+    assert hits == [0, 0, 0, 15]
 
 
 def test_more_samples_than_slots_lim_2b(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
@@ -113,3 +113,33 @@ def test_samples_whose_tails_do_not_fit_together_pre_1b(
     assert [sample.text for sample in squeezed.outputs] == [sample.text for sample in free.outputs]
     pool = small.engine.core.scheduler.kv.pool
     assert pool.num_free == pool.num_usable == 8
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_share_the_prompt_and_copy_what_they_write_pfx_1b(
+    caching: bool, llm_for: Callable[..., LLM], model: RandomModel, random_ids: Callable[..., list[int]]
+) -> None:
+    llm = llm_for(model.directory, enable_prefix_caching=caching)
+    scheduler = llm.engine.core.scheduler
+    prompt, computed, used = random_ids(13), [], []
+    copies = scheduler.kv.counters.num_copied_blocks
+    schedule = scheduler.schedule
+
+    def recorded():
+        result = schedule()
+        computed.append(result.num_tokens)
+        used.append(scheduler.kv.pool.num_used)
+        return result
+
+    scheduler.schedule = recorded
+    try:
+        output = run(llm, [ask(prompt, n=8, seed=1, temperature=1.0, max_tokens=3)])[0]
+    finally:
+        del scheduler.schedule
+    # The prompt once, then two tokens of each sample: the third is never fed back.
+    assert [count for count in computed if count] == [13, 8, 8]
+    assert used[:2] == [4, 4 + 7]
+    assert scheduler.kv.counters.num_copied_blocks == copies + 7
+    alone = [run(llm, [ask(prompt, n=index + 1, seed=1, temperature=1.0, max_tokens=3)])[0] for index in range(3)]
+    for index, each in enumerate(alone):
+        assert ids_of(each) == ids_of(output)[: index + 1]

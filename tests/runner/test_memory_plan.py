@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
 
 from jaxpage.config import EngineArgs, EngineConfig, resolve
-from jaxpage.errors import StartupError
+from jaxpage.errors import ParameterError, StartupError
 from jaxpage.runner import memory
-from jaxpage.runner.memory import CPU_DEFAULT_BYTES, KVCachePlan, gib, plan_kv_cache
+from jaxpage.runner.memory import CPU_DEFAULT_BYTES, KVCachePlan, gib, num_host_blocks, plan_kv_cache
 
 BYTES_PER_TOKEN = 1 << 20
 GIB = 1 << 30
@@ -108,3 +109,58 @@ def test_resolve_decides_every_size() -> None:
     assert resolved(dtype="bfloat16").kv_cache_dtype == "bfloat16"
     assert resolve(EngineArgs(), model_max_len=1000, vocab_size=50, platform="tpu").block_size == 64
     assert resolve(EngineArgs(), model_max_len=1000, vocab_size=50, platform="gpu").dtype == "bfloat16"
+
+
+def test_host_blocks_fill_the_swap_space_but_never_more_than_requests_can_use(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "jaxpage"):
+        assert num_host_blocks(4 * GIB, 2 << 20, most_blocks=10_000) == 2048
+        assert caplog.messages == ["Swap space: 2,048 blocks in host memory (4.00 GiB)"]
+        assert num_host_blocks(4 * GIB, 2 << 20, most_blocks=100) == 100
+        assert num_host_blocks((4 << 20) - 1, 2 << 20, most_blocks=100) == 1
+        assert num_host_blocks(0, 2 << 20, most_blocks=100) == 0
+    assert len(caplog.messages) == 3
+
+
+def test_too_little_host_memory_is_said_with_the_numbers() -> None:
+    # 32 GiB are free.
+    assert num_host_blocks(64 * GIB, GIB, most_blocks=32) == 32
+    with pytest.raises(StartupError, match=r"swap_space takes 33.00 GiB of host memory, 32.00 GiB are free; lower it"):
+        num_host_blocks(64 * GIB, GIB, most_blocks=33)
+    with pytest.raises(StartupError, match=r"swap_space 1.0 MiB holds no KV block of 2,097,152 bytes; raise it, or"):
+        num_host_blocks(1 << 20, 2 << 20, most_blocks=100)
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "swap_space_gib", "mode"),
+    [
+        ("gpu", {}, 4, "auto"),
+        ("tpu", {"swap_space": 0.5}, 0.5, "auto"),
+        ("tpu", {"swap_space": 0}, 0, "recompute"),
+        ("gpu", {"preemption_mode": "swap"}, 4, "swap"),
+        ("gpu", {"preemption_mode": "recompute", "swap_space": 8}, 0, "recompute"),
+        ("cpu", {}, 0, "recompute"),
+        ("cpu", {"swap_space": 2}, 2, "auto"),
+        ("cpu", {"preemption_mode": "swap"}, 1, "swap"),
+    ],
+    ids=str,
+)
+def test_swap_space_and_preemption_mode(
+    platform: str, options: dict[str, Any], swap_space_gib: float, mode: str
+) -> None:
+    config = resolve(EngineArgs(**options), model_max_len=1000, vocab_size=50, platform=platform)
+    assert (config.swap_space_bytes, config.preemption_mode) == (swap_space_gib * GIB, mode)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swap_space": -1}, r"swap_space: must be .* got -1"),
+        ({"swap_space": float("inf")}, r"swap_space: must be finite, got inf"),
+        ({"swap_space": "4"}, r"swap_space: must be a number, got '4'"),
+        ({"preemption_mode": "abort"}, r"preemption_mode: must be one of auto, swap, recompute, got 'abort'"),
+        ({"preemption_mode": "swap", "swap_space": 0}, r"preemption_mode: 'swap' needs a swap_space above 0"),
+    ],
+)  # fmt: skip
+def test_wrong_swap_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        resolve(EngineArgs(**options), model_max_len=1000, vocab_size=50, platform="gpu")

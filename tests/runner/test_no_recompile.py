@@ -63,4 +63,4 @@ def test_serving_compiles_nothing(
     assert compiled == []
     assert sizes == {1, 8, 16}
     assert scheduler.stats.num_preemptions > 0
-    assert scheduler.kv.num_hit_tokens > 0
+    assert scheduler.kv.counters.num_hit_tokens > 0

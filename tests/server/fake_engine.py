@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from jaxpage.errors import EngineDeadError, ParameterError
 from jaxpage.request import (
+    BeamSearchParams,
     CompletionOutput,
     Logprob,
     LogprobDict,
@@ -20,17 +21,20 @@ from jaxpage.request import (
 )
 from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
 
+Params = SamplingParams | BeamSearchParams
 Script = Callable[[Sequence[int], int], Sequence[int]]
 END_ID = 257
 
 
 class FakeEngine:
-    """Forced ids per (prompt ids, sample index), then the end id; each token takes ``step_s`` seconds.
+    """Forced ids per (prompt ids, number of the sample or beam), then the end id; a token takes ``step_s`` seconds.
 
     Attributes:
         alternatives: logprob of ids beside the forced one, by output position; the forced id has -0.5.
         running, aborted: ids of requests that run, or whose generator was closed before its end.
         fail_after: raise RuntimeError after this many steps.
+        seen, priorities: what the requests that were started brought along.
+        num_resets: of the prefix cache.
     """
 
     model_name = "fake"
@@ -41,6 +45,8 @@ class FakeEngine:
         self.script: Script = forced if callable(forced) else lambda prompt, sample: forced
         self.max_model_len = max_model_len
         self.max_logprobs = 20
+        self.max_num_seqs = 512
+        self.scheduling_policy = "fcfs"
         self.generation_config: dict[str, object] = {}
         self.alternatives: dict[int, dict[int, float]] = {}
         self.step_s = 0.0
@@ -49,17 +55,29 @@ class FakeEngine:
         self.is_dead = False
         self.running: set[str] = set()
         self.aborted: list[str] = []
-        self.seen: list[tuple[list[int], SamplingParams, str | None]] = []
+        self.seen: list[tuple[list[int], Params, str | None]] = []
+        self.priorities: list[int] = []
+        self.num_resets = 0
         self.was_shut_down = False
 
     @property
     def num_unfinished_requests(self) -> int:
         return len(self.running)
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt_token_ids: Sequence[int], params: Params, priority: int = 0) -> None:
+        if priority and self.scheduling_policy != "priority":
+            raise ParameterError("priority", f'needs scheduling_policy "priority", got {priority}')
+        if isinstance(params, BeamSearchParams) and params.beam_width > self.max_num_seqs:
+            raise ParameterError("beam_width", f"{params.beam_width} is above max_num_seqs {self.max_num_seqs}")
         params.validate_for(self.vocab_size, self.max_model_len, self.max_logprobs)
         if not 1 <= len(prompt_token_ids) < self.max_model_len:
             raise ParameterError("prompt", f"has {len(prompt_token_ids)} tokens, max_model_len is {self.max_model_len}")
+
+    async def reset_prefix_cache(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError
+        self.num_resets += 1
+        self.cached_tokens = 0
 
     def shutdown(self, drain_timeout_s: float | None = None) -> None:
         self.was_shut_down = self.is_dead = True
@@ -67,19 +85,27 @@ class FakeEngine:
     async def generate(
         self,
         prompt: TextPrompt | TokensPrompt,
-        params: SamplingParams,
+        params: Params,
         request_id: str,
         *,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
         ids = prompt.get("prompt_token_ids") or self.tokenizer.encode(prompt["prompt"])
-        self.check(ids, params)
+        self.check(ids, params, priority)
         assert request_id not in self.running
         self.seen.append((ids, params, cache_salt))
+        self.priorities.append(priority)
         self.running.add(request_id)
-        samples = [_Sample(self, ids, params, index) for index in range(params.n)]
-        first = True
+        finished = False
         try:
+            if isinstance(params, BeamSearchParams):
+                await asyncio.sleep(self.step_s)
+                finished = True
+                beams = [_beam(self, ids, params, index) for index in range(params.beam_width)]
+                yield RequestOutput(request_id, None, ids, beams, True, None, self.cached_tokens)
+                return
+            samples = [_Sample(self, ids, params, index) for index in range(params.n)]
             for step in range(self.max_model_len):
                 await asyncio.sleep(self.step_s)
                 if self.is_dead:
@@ -88,15 +114,37 @@ class FakeEngine:
                     raise RuntimeError("secret path /etc/passwd")
                 outputs = [sample.step() for sample in samples if sample.finish_reason is None]
                 finished = all(sample.finish_reason is not None for sample in samples)
-                scores = _prompt_scores(ids, params) if first else None
+                scores = None if step else _prompt_scores(ids, params)
                 yield RequestOutput(request_id, None, ids, outputs, finished, scores, self.cached_tokens)
-                first = False
                 if finished:
                     return
         finally:
             self.running.discard(request_id)
-            if any(sample.finish_reason is None for sample in samples):
+            if not finished:
                 self.aborted.append(request_id)
+
+
+def _beam(engine: FakeEngine, ids: Sequence[int], params: BeamSearchParams, index: int) -> CompletionOutput:
+    """Forced like a sample, but in one piece."""
+    as_sampling = SamplingParams(
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=params.stop_token_ids,
+        logprobs=params.logprobs,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+    )
+    sample = _Sample(engine, ids, as_sampling, index)
+    whole = sample.step()
+    while sample.finish_reason is None:
+        piece = sample.step()
+        whole.text += piece.text
+        whole.token_ids += piece.token_ids
+        whole.text_offsets += piece.text_offsets
+        if whole.logprobs is not None:
+            whole.logprobs += piece.logprobs or []
+        whole.finish_reason, whole.stop_reason = piece.finish_reason, piece.stop_reason
+    return whole
 
 
 class _Sample:

@@ -47,6 +47,21 @@ async def test_small_endpoints(api):
     assert (await api.client.get("/load")).json() == {"server_load": 0}
 
 
+@pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
+async def test_pfx_3c_reset_of_the_prefix_cache(engine, path):
+    api = Api(engine, api_keys=["one"])
+    headers = {"Authorization": "Bearer one"}
+    assert_error(await api.client.get(path, headers=headers), 405, "MethodNotAllowedError")
+    assert_error(await api.client.post(path), 401, "AuthenticationError")
+    assert engine.num_resets == 0, "whoever empties the cache slows everybody down: it takes a key"
+    response = await api.client.post(path, headers=headers)
+    assert (response.status_code, response.content) == (200, b"")
+    assert response.headers["x-request-id"]
+    assert engine.num_resets == 1
+    engine.is_dead = True
+    assert_error(await api.client.post(path, headers=headers), 503, "ServiceUnavailableError")
+
+
 async def test_model_ids_may_hold_slashes(engine):
     engine.model_name = "org/name"
     response = await Api(engine).client.get("/v1/models/org/name")

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -58,7 +59,10 @@ def test_completion_whole_and_streamed(client):
     body = {"model": MODEL, "prompt": "Hello world", "max_tokens": 12, "temperature": 0}
     whole = client.completions.create(**body)
     chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
-    assert chunks[-1].usage == whole.usage
+    usage = chunks[-1].usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1, "all but one token come from the cache"
+    usage.prompt_tokens_details = whole.usage.prompt_tokens_details
+    assert usage == whole.usage
     assert whole.usage.completion_tokens <= 12
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
@@ -96,6 +100,60 @@ def test_lim_1_scoring_a_prompt(client):
     assert scores[0] is None
     assert choice.logprobs.token_logprobs[1:count] == pytest.approx(scores[1:], abs=1e-4)
     assert len(choice.logprobs.tokens) == count + 1
+
+
+def test_beam_1a_scores_add_up(client):
+    body = {"model": MODEL, "prompt": "Hello world", "max_tokens": 10, "logprobs": 0}
+    ids = {"return_token_ids": True}
+
+    def search(width: int, **extra: Any) -> list[tuple[list[int], float]]:
+        extra |= ids | {"use_beam_search": True, "ignore_eos": True}
+        choices = client.completions.create(**body, n=width, extra_body=extra).choices
+        assert [choice.index for choice in choices] == list(range(width))
+        return [(choice.token_ids, sum(choice.logprobs.token_logprobs)) for choice in choices]
+
+    beams = search(4)
+    assert len({tuple(tokens) for tokens, _ in beams}) == 4
+    assert [total for _, total in beams] == sorted((total for _, total in beams), reverse=True)
+    greedy = client.completions.create(**body, temperature=0, extra_body=ids | {"ignore_eos": True}).choices[0]
+    assert search(1)[0][0] == greedy.token_ids
+    for tokens, total in beams:
+        scored = body | {"prompt": greedy.prompt_token_ids + tokens, "max_tokens": 0}
+        scores = client.completions.create(**scored, echo=True).choices[0].logprobs.token_logprobs
+        assert sum(scores[-10:]) == pytest.approx(total, abs=1e-3)
+
+
+def test_what_this_engine_cannot_search_or_order(client):
+    body = {"model": MODEL, "messages": MESSAGES}
+    for name, fields in [("n", {"n": 17, "use_beam_search": True}), ("priority", {"priority": 5})]:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**body, extra_body=fields)
+        assert refused.value.param == name
+    beams = client.chat.completions.create(**body, n=2, max_tokens=3, extra_body={"use_beam_search": True})
+    assert beams.usage.completion_tokens <= 6
+    assert len(beams.choices) == 2
+
+
+def test_pfx_3c_reset_of_the_prefix_cache(client, url):
+    body = {"model": MODEL, "prompt": list(range(100, 140)), "max_tokens": 1, "extra_body": {"cache_salt": "pfx-3c"}}
+
+    def cached_tokens() -> int:
+        return client.completions.create(**body).usage.prompt_tokens_details.cached_tokens
+
+    def flush(path: str) -> None:
+        answer = httpx.post(url.removesuffix("/v1") + path, headers={"Authorization": "Bearer key"})
+        assert answer.status_code == 200
+
+    assert [cached_tokens(), cached_tokens()] == [0, 39]
+    flush("/flush_cache")
+    assert [cached_tokens(), cached_tokens()] == [0, 39]
+    long = {"model": MODEL, "prompt": "Hi", "max_tokens": 100, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    undisturbed = client.completions.create(**long).choices[0].text
+    chunks = iter(client.completions.create(**long, stream=True))
+    text = next(chunks).choices[0].text
+    flush("/reset_prefix_cache")
+    assert text + "".join(chunk.choices[0].text for chunk in chunks) == undisturbed
+    assert cached_tokens() == 0
 
 
 def test_errors_have_their_classes(client, url):

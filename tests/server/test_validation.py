@@ -63,9 +63,10 @@ async def test_stop_3b_empty_collections(api, engine, path, base):
         ("bad_words", [["x"], "x", 5]),
         ("structured_outputs", [{"json": {}}, 5]),
         ("response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, {}, "text", 5]),
-        ("use_beam_search", [True, 1]),
-        ("length_penalty", ["x", True]),
-        ("priority", [1, -1, 0.5, 2**63]),
+        ("use_beam_search", [1, "true"]),
+        ("length_penalty", ["x", True, 2.0, 0]),
+        ("early_stopping", ["x", 1, 0, True, "never"]),
+        ("priority", [1, -1, 5, 0.5, "a", True, 2**63, 2**70, -(2**63) - 1]),
         ("n", [1_000_000, 129, 0, -1, 1.5, "2", True]),
         ("temperature", [-0.1, 2.1, "x", True]),
         ("top_p", [0, 1.1, -1]),
@@ -82,7 +83,7 @@ async def test_stop_3b_empty_collections(api, engine, path, base):
         ("stream_interval", [0, 1.5]),
         ("truncate_prompt_tokens", [0, 64, -2, True]),
         ("truncation_side", ["middle", 1]),
-        ("cache_salt", ["", "x" * 129, "a\nb", 5]),
+        ("cache_salt", ["", "x" * 129, "a\nb", "a\0b", 5, ["a"]]),
         ("request_id", ["", 5, ["a"], "a\nb", "ä"]),
         ("ignore_eos", [1, "true"]),
         ("skip_special_tokens", [1]),
@@ -114,6 +115,17 @@ async def test_use_1a_stream_options_need_stream(api, path, base):
     await api.refused(path, base | {"stream_options": {"include_usage": True}}, "stream_options")
 
 
+@both
+async def test_fair_1b_and_pfx_3b_good_values_reach_the_engine(api, engine, path, base):
+    engine.scheduling_policy = "priority"
+    for priority in (None, 0, -3, 5.0, 2**63 - 1, -(2**63)):
+        assert (await api.post(path, base | {"priority": priority, "cache_salt": "a" * 128})).status_code == 200
+    assert engine.priorities == [0, 0, -3, 5, 2**63 - 1, -(2**63)]
+    assert {salt for _, _, salt in engine.seen} == {"a" * 128}
+    for priority in ("a", 2**70, True, 0.5):
+        await api.refused(path, base | {"priority": priority}, "priority")
+
+
 async def test_fields_of_one_endpoint(api, engine):
     await refuse_all(api, engine, COMPLETIONS, {"prompt": "a"}, "suffix", ["x", 5])
     await refuse_all(api, engine, COMPLETIONS, {"prompt": "a"}, "best_of", [2, "1"])
@@ -127,9 +139,9 @@ async def test_fields_of_one_endpoint(api, engine):
 
 async def test_tolerated_values_change_nothing(api):
     tolerated = {
-        "best_of": 1, "suffix": "", "user": "u", "use_beam_search": False, "length_penalty": 2.0, "priority": 0,
-        "response_format": {"type": "text"}, "structured_outputs": None, "stream_options": None, "unknown_field": 5,
-        "top_k": 100_000, "logprobs": None, "temperature": None,
+        "best_of": 1, "suffix": "", "user": "u", "priority": 0, "unknown_field": 5, "top_k": 100_000,
+        "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "stream_options": None,
+        "response_format": {"type": "text"}, "structured_outputs": None, "logprobs": None, "temperature": None,
     }  # fmt: skip
     plain = await api.complete(prompt="Hi")
     assert (await api.complete(prompt="Hi", **tolerated))["choices"] == plain["choices"]
