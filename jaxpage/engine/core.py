@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from jaxpage.request import FinishReason, Request
@@ -47,6 +48,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._in_flight: StepInFlight | None = None
+        self._next_check_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -67,15 +69,21 @@ class EngineCore:
         if not schedule.is_empty:
             self._in_flight = self.runner.dispatch(schedule)
         outputs: list[TokenOutput | SearchOutput] = []
-        outputs += [TokenOutput(request, [], [], []) for request in self.scheduler.ended_while_scheduling]
-        self.scheduler.ended_while_scheduling.clear()
+        outputs += [TokenOutput(request, [], [], []) for request in self.scheduler.take_ended()]
         if finished is not None:
             outputs += self._take_in(finished, finished.collect())
-        outputs += map(SearchOutput, self.scheduler.ended_searches)
-        self.scheduler.ended_searches.clear()
+        outputs += map(SearchOutput, self.scheduler.take_ended_searches())
         if not self.has_work:
-            self.scheduler.check_integrity()
+            self._check_integrity()
         return outputs
+
+    def _check_integrity(self) -> None:
+        """Checks the books of the idle engine; a large pool takes a while, so at most 1 % of the time goes here."""
+        started = time.monotonic()
+        if started >= self._next_check_s:
+            self.scheduler.check_integrity()
+            ended = time.monotonic()
+            self._next_check_s = ended + 100 * (ended - started)
 
     def _take_in(self, step: StepInFlight, result: StepResult) -> list[TokenOutput]:
         outputs: dict[Request, TokenOutput] = {}

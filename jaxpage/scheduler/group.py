@@ -23,6 +23,7 @@ class RequestGroup:
         swapped: where the blocks of ``waiting`` are, if on the host.
         was_preempted: some of ``waiting`` had blocks before.
         is_queued: it is in the waiting queue.
+        is_counted: its prompt is in the statistics.
         num_overtakes: groups that arrived later and were admitted since this one first did not fit.
     """
 
@@ -36,11 +37,17 @@ class RequestGroup:
     was_preempted: bool = False
     num_overtakes: int = 0
     is_queued: bool = False
+    is_counted: bool = False
 
     @property
     def running(self) -> list[Request]:
         """Members that hold blocks."""
         return [request for request in self.requests if request.slot >= 0]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots it needs to begin: a search keeps one for each beam to come."""
+        return 1 if self.search is None else self.search.params.beam_width
 
     @property
     def has_pending_tokens(self) -> bool:

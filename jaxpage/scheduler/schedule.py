@@ -46,3 +46,26 @@ class Schedule:
     def is_empty(self) -> bool:
         """Nothing to do for the device."""
         return not (self.requests or self.block_ops or self.admitted)
+
+
+@dataclasses.dataclass(slots=True)
+class Draft:
+    """A schedule in the making.
+
+    Attributes:
+        budget: tokens that may still be added.
+        is_short_of_blocks: somebody had to give way or to pause, so nobody is let in.
+    """
+
+    budget: int
+    items: list[ScheduledRequest] = dataclasses.field(default_factory=list)
+    forks: list[ScheduledRequest] = dataclasses.field(default_factory=list)
+    is_short_of_blocks: bool = False
+
+    def taken(self) -> set[Request]:
+        """Requests whose tokens are in the draft already: they can no longer give their blocks away."""
+        return {item.request for item in (*self.items, *self.forks)}
+
+    def start_of(self, request: Request) -> int:
+        """Tokens of the request that earlier steps have computed."""
+        return next((item.start for item in self.items if item.request is request), request.num_computed_tokens)

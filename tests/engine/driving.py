@@ -119,7 +119,7 @@ def preempt_at(*counts: int, num_prompt_tokens: int | None = None) -> Callable[[
                 assert group is not None
                 if left and request.num_computed_tokens >= left[0] and group.can_be_preempted:
                     left.pop(0)
-                    scheduler._preempt(group, group.running)
+                    scheduler.preemption.preempt(group, group.running)
                     scheduler.kv.reset_prefix_cache()  # else the prefix cache would spare it the recomputation
                 break
 
@@ -136,7 +136,9 @@ def poison(value: float) -> Callable[[Engine], None]:
         pool, runner = engine.core.scheduler.kv.pool, engine.core.runner
         is_free = np.zeros(pool.num_blocks, bool)
         is_free[0] = True
-        is_free[[block for block in pool._free if block not in pool.index]] = True
+        is_free[[block for block in range(1, pool.num_blocks) if pool.is_free(block) and block not in pool.index]] = (
+            True
+        )
         assert not is_first or is_free.all(), "start with an empty cache"
         is_first = False
         runner._kv_cache = _overwrite(runner._kv_cache, is_free, value)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from golden_data import REAL
 
-from jaxpage import LLM, RequestOutput, SamplingParams
+from jaxpage import LLM, BeamSearchParams, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from jaxpage.request import LogprobDict
@@ -94,3 +94,47 @@ def check_top(listed: LogprobDict, ids: list[int], logprobs: np.ndarray, where: 
             assert logprob - logprobs[-1] < NEAR_TIE, f"{where}: id {token} is missing"
     ours = sorted((value.logprob for value in listed.values()), reverse=True)
     np.testing.assert_allclose(ours, logprobs, rtol=0, atol=TOLERANCE, err_msg=where)
+
+
+TOGGLES: dict[str, dict[str, Any]] = {
+    "blocks of 16, swap, priorities": {
+        "block_size": 16, "num_gpu_blocks_override": 72, "preemption_mode": "swap", "scheduling_policy": "priority",
+    },
+    "blocks of 64, recompute, no prefix cache": {
+        "block_size": 64, "num_gpu_blocks_override": 18, "preemption_mode": "recompute", "enable_prefix_caching": False,
+    },
+}  # fmt: skip
+"""Pools with room for little more than the longest prompt with its answer."""
+
+
+@pytest.mark.parametrize("toggles", TOGGLES)
+def test_greedy_tokens_whatever_happens_to_the_blocks(toggles: str, builtin_gguf: Callable[[str], Path]) -> None:
+    options = TOGGLES[toggles]
+    llm = LLM(
+        model=str(builtin_gguf(MODELS["smollm2-135m"])),
+        max_num_batched_tokens=64,
+        max_num_seqs=16,
+        max_model_len=1152,
+        enforce_eager=True,
+        swap_space=0.25,
+        **options,
+    )
+    numbers = np.load(REAL / "smollm2-135m.npz")
+    names = [key.removesuffix(".prompt_ids") for key in numbers if key.endswith(".prompt_ids")]
+    prompts: list[Any] = [{"prompt_token_ids": numbers[f"{name}.prompt_ids"].tolist()} for name in names]
+    expected = [numbers[f"{name}.greedy_ids"].tolist() for name in names]
+    params: list[Any] = [SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True, detokenize=False)] * len(
+        prompts
+    )
+    # Among them, what forks: both begin as the first prompt does.
+    params += [SamplingParams(n=4, temperature=1, seed=1, max_tokens=20), BeamSearchParams(beam_width=3, max_tokens=20)]
+    priorities = [place % 3 for place in range(len(params))] if "scheduling_policy" in options else None
+    stats = llm.engine.core.scheduler.stats
+    others = []
+    for _ in range(2 if options.get("enable_prefix_caching", True) else 1):
+        outputs = llm.generate([*prompts, *prompts[:1] * 2], params, use_tqdm=False, priority=priorities)
+        assert [output.outputs[0].token_ids for output in outputs[:-2]] == expected
+        others.append([[sample.token_ids for sample in output.outputs] for output in outputs[-2:]])
+    assert others[0] == others[-1], "the second run finds its prompts in the cache"
+    assert (stats.num_swap_preemptions > 0) == (options["preemption_mode"] == "swap")
+    assert stats.num_preemptions > 0

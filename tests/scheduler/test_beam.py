@@ -223,7 +223,7 @@ class TestEndedBeams:
     def test_end_tokens_leave_the_running_beams_full(self) -> None:
         model = table_model({None: {0: 0.05, 1: 0.05, 2: 0.5, 3: 0.4}}, vocab_size=4)
         search = BeamSearch(BeamSearchParams(beam_width=2, early_stopping="never"), 4, frozenset([2, 3]))
-        assert search.num_candidates == 6
+        assert search.num_candidates == 4
         assert search.advance(candidates_of(search, model)) == [(0, 0), (0, 1)]
         assert ids(search.ended) == [[2], [3]]
 
@@ -277,7 +277,7 @@ class TestCandidates:
 
     @pytest.mark.parametrize(
         ("ends", "logprobs", "vocab_size", "expected"),
-        [((), None, None, 6), ((1,), None, 99, 6), ((1, 2, 3), None, None, 12), ((1,), None, 5, 5), ((), 9, None, 9)],
+        [((), None, None, 3), ((1,), None, 99, 4), ((1, 2, 3), None, None, 6), ((1,), None, 2, 2), ((), 9, None, 9)],
     )
     def test_num_candidates(
         self, ends: tuple[int, ...], logprobs: int | None, vocab_size: int | None, expected: int

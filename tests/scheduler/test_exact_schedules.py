@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_model import END_ID, Loop, make_request, make_scheduler, undisturbed
+from engine_loop import Loop
+from fake_device import FakeDevice
+from fake_model import END_ID, make_request, make_scheduler, undisturbed
 
 from jaxpage.request import FinishReason, RequestStatus
 
@@ -20,7 +22,7 @@ def counts(loop: Loop) -> list[list[int]]:
 def test_a_prompt_is_cut_into_chunks_of_the_budget(budget: int, prefill: list[int], lag: int) -> None:
     loop = Loop(make_scheduler(budget=budget))
     request = make_request("a", range(1, 14), 8)
-    loop.scheduler.add(request)
+    loop.add(request)
     loop.run_all(lag)
     assert counts(loop) == [[count] for count in prefill + [1] * 7]
     assert [samples for [(_, _, samples)] in loop.history] == [False] * (len(prefill) - 1) + [True] * 8
@@ -30,7 +32,7 @@ def test_a_prompt_is_cut_into_chunks_of_the_budget(budget: int, prefill: list[in
 def test_prompts_share_a_step_until_the_budget_is_spent() -> None:
     loop = Loop(make_scheduler(budget=10))
     for name, length in [("a", 4), ("b", 4), ("c", 4), ("d", 1)]:
-        loop.scheduler.add(make_request(name, range(length), 2))
+        loop.add(make_request(name, range(length), 2))
     loop.run_all()
     assert loop.history == [
         [("a", 4, True), ("b", 4, True), ("c", 2, False)],
@@ -41,47 +43,55 @@ def test_prompts_share_a_step_until_the_budget_is_spent() -> None:
 
 def test_decodes_come_before_prompts_under_way() -> None:
     loop = Loop(make_scheduler(budget=8))
-    loop.scheduler.add(make_request("long", range(20), 2))
-    loop.scheduler.add(make_request("next", range(3), 4))
+    loop.add(make_request("long", range(20), 2))
+    loop.add(make_request("next", range(3), 4))
     loop.step()
     loop.step()
     loop.step()
     assert loop.history[-1] == [("long", 4, True), ("next", 3, True)]
-    loop.scheduler.add(make_request("late", range(30), 1))
+    loop.add(make_request("late", range(30), 1))
     loop.step()
     assert loop.history[-1] == [("long", 1, True), ("next", 1, True), ("late", 6, False)]
-    loop.scheduler.add(make_request("last", range(2), 1))
+    loop.add(make_request("last", range(2), 1))
     loop.step()
-    assert loop.history[-1] == [("next", 1, True), ("late", 7, False)]
+    # "late" is long (more than a quarter of the budget): the short one goes first, into at most half of the rest.
+    assert loop.history[-1] == [("next", 1, True), ("last", 2, True), ("late", 5, False)]
     loop.run_all()
 
 
-def test_a_prompt_under_way_goes_before_new_requests() -> None:
+def test_a_long_prompt_under_way_shares_the_step_with_short_ones() -> None:
     loop = Loop(make_scheduler(budget=6, max_num_seqs=3))
-    loop.scheduler.add(make_request("a", range(5), 1))
-    loop.scheduler.add(make_request("b", range(20), 2))
+    loop.add(make_request("a", range(5), 1))
+    loop.add(make_request("b", range(20), 2))
     loop.step()
-    loop.scheduler.add(make_request("c", range(1), 3))
-    for _ in range(3):
+    loop.add(make_request("c", range(1), 3))
+    for _ in range(4):
         loop.step()
     assert loop.history == [
         [("a", 5, True), ("b", 1, False)],
-        [("b", 6, False)],
-        [("b", 6, False)],
-        [("b", 6, False)],
+        [("c", 1, True), ("b", 5, False)],
+        [("c", 1, True), ("b", 5, False)],
+        [("c", 1, True), ("b", 5, False)],
+        [("b", 4, True)],
     ]
-    loop.step()
-    assert loop.history[-1] == [("b", 1, True), ("c", 1, True)]
-    loop.scheduler.add(make_request("d", range(9), 1))
+    loop.add(make_request("d", range(9), 1))
     loop.step()
     loop.step()
-    assert loop.history[-2:] == [[("b", 1, True), ("c", 1, True), ("d", 4, False)], [("c", 1, True), ("d", 5, True)]]
+    assert loop.history[-2:] == [[("b", 1, True), ("d", 5, False)], [("d", 4, True)]]
+
+
+def test_prompts_of_one_kind_go_on_in_the_order_of_arrival() -> None:
+    loop = Loop(make_scheduler(budget=6, threshold=50))
+    for name in "ab":
+        loop.add(make_request(name, range(8), 1))
+    loop.run_all()
+    assert loop.history == [[("a", 6, False)], [("a", 2, True), ("b", 4, False)], [("b", 4, True)]]
 
 
 def test_no_more_requests_run_than_there_are_slots() -> None:
     loop = Loop(make_scheduler(max_num_seqs=2))
     for index in range(5):
-        loop.scheduler.add(make_request(str(index), range(3), 2))
+        loop.add(make_request(str(index), range(3), 2))
     loop.run_all()
     assert [[name for name, _, _ in step] for step in loop.history] == [["0", "1"]] * 2 + [["2", "3"]] * 2 + [["4"]] * 2
 
@@ -89,42 +99,42 @@ def test_no_more_requests_run_than_there_are_slots() -> None:
 def test_a_slot_is_free_again_one_step_later_with_steps_in_flight() -> None:
     loop = Loop(make_scheduler(max_num_seqs=1))
     for index in range(2):
-        loop.scheduler.add(make_request(str(index), range(3), 2))
+        loop.add(make_request(str(index), range(3), 2))
     loop.run_all(lag=1)
     assert [step[0][0] for step in loop.history] == ["0", "0", "1", "1"]
 
 
-def test_the_head_of_the_queue_is_not_overtaken() -> None:
+def test_a_head_that_does_not_fit_lets_smaller_ones_pass() -> None:
     loop = Loop(make_scheduler(num_usable=8))
-    loop.scheduler.add(make_request("a", range(20), 4))
-    loop.scheduler.add(make_request("b", range(20), 1))
-    loop.scheduler.add(make_request("c", range(2), 1))
+    loop.add(make_request("a", range(20), 4))
+    loop.add(make_request("b", range(20), 1))
+    loop.add(make_request("c", range(2), 1))
     loop.run_all()
-    assert [[name for name, _, _ in step] for step in loop.history] == [["a"]] * 4 + [["b", "c"]]
+    assert [[name for name, _, _ in step] for step in loop.history] == [["a", "c"], ["a"], ["a"], ["a"], ["b"]]
 
 
 def test_without_chunks_a_prompt_waits_for_room_in_one_step() -> None:
     loop = Loop(make_scheduler(budget=16, max_model_len=16, chunked=False))
-    loop.scheduler.add(make_request("a", range(10), 3))
-    loop.scheduler.add(make_request("b", range(16 - 1), 1))
-    loop.scheduler.add(make_request("c", range(4), 1))
+    loop.add(make_request("a", range(10), 3))
+    loop.add(make_request("b", range(16 - 1), 1))
+    loop.add(make_request("c", range(4), 1))
     loop.run_all()
     assert loop.history == [
-        [("a", 10, True)],
+        [("a", 10, True), ("c", 4, True)],
         [("a", 1, True), ("b", 15, True)],
-        [("a", 1, True), ("c", 4, True)],
+        [("a", 1, True)],
     ]
 
 
 def test_a_cached_prefix_is_not_computed_again() -> None:
     loop = Loop(make_scheduler(budget=6, caching=True))
-    loop.scheduler.add(make_request("first", range(8), 1))
+    loop.add(make_request("first", range(8), 1))
     loop.run_all()
-    loop.scheduler.add(make_request("x", [9], 9))
-    loop.scheduler.add(make_request("y", [10], 9))
+    loop.add(make_request("x", [9], 9))
+    loop.add(make_request("y", [10], 9))
     loop.step()
     request = make_request("second", range(21), 1)
-    loop.scheduler.add(request)
+    loop.add(request)
     for _ in range(4):
         loop.step()
     # 21 - 8 = 13 tokens, four a step beside two decodes
@@ -143,11 +153,11 @@ def test_the_second_turn_of_a_chat_finds_the_first_answer(lag: int) -> None:
     """Keys and values exist for all but the last token: 7 + 6 - 1 = 12, three full blocks."""
     loop = Loop(make_scheduler(caching=True))
     first = make_request("turn 1", range(7), 6)
-    loop.scheduler.add(first)
+    loop.add(first)
     loop.run_all(lag)
     assert len(first.token_ids) == 13
     second = make_request("turn 2", [*first.token_ids, 1, 2, 3, 4, 5], 8)
-    loop.scheduler.add(second)
+    loop.add(second)
     loop.run_all(lag)
     assert second.num_cached_tokens == 12
     assert second.token_ids[18:] == undisturbed(second, 128, 256)[0]
@@ -157,7 +167,7 @@ def test_equal_prompts_in_one_step_share_blocks() -> None:
     loop = Loop(make_scheduler(caching=True, budget=256))
     requests = [make_request(str(index), range(13), 5) for index in range(8)]
     for request in requests:
-        loop.scheduler.add(request)
+        loop.add(request)
     loop.step()
     assert loop.scheduler.kv.pool.num_usable - loop.scheduler.kv.pool.num_free == 3 + 8
     loop.run_all()
@@ -170,7 +180,7 @@ class TestLimits:
         loop = Loop(make_scheduler())
         requests = [make_request(str(count), range(5), count) for count in (1, 2, 7)]
         for request in requests:
-            loop.scheduler.add(request)
+            loop.add(request)
         loop.run_all(lag)
         assert [len(request.token_ids) - 5 for request in requests] == [1, 2, 7]
         assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
@@ -179,7 +189,7 @@ class TestLimits:
     def test_max_tokens_zero_computes_the_prompt_only(self, lag: int) -> None:
         loop = Loop(make_scheduler(budget=4))
         request = make_request("a", range(6), 0)
-        loop.scheduler.add(request)
+        loop.add(request)
         loop.run_all(lag)
         assert counts(loop) == [[4], [2]]
         assert (request.token_ids, request.finish_reason) == (list(range(6)), FinishReason.LENGTH)
@@ -188,7 +198,7 @@ class TestLimits:
     def test_max_model_len(self, lag: int) -> None:
         loop = Loop(make_scheduler(max_model_len=10))
         request = make_request("a", range(6), 100)
-        loop.scheduler.add(request)
+        loop.add(request)
         loop.run_all(lag)
         assert (len(request.token_ids), request.finish_reason) == (10, FinishReason.LENGTH)
         assert sum(map(sum, counts(loop))) == 9
@@ -196,7 +206,7 @@ class TestLimits:
     def test_an_end_id_stops_and_is_kept(self, lag: int) -> None:
         loop = Loop(make_scheduler())
         request = make_request("a", range(5), 50, end_ids=range(6))
-        loop.scheduler.add(request)
+        loop.add(request)
         loop.run_all(lag)
         assert request.finish_reason is FinishReason.STOP
         assert request.stop_reason is None
@@ -206,7 +216,7 @@ class TestLimits:
         loop = Loop(make_scheduler())
         expected = undisturbed(make_request("a", range(5), 3), 128, 256)[0]
         request = make_request("a", range(5), 50, stop_token_ids=[expected[0]])
-        loop.scheduler.add(request)
+        loop.add(request)
         loop.run_all(lag)
         assert (request.token_ids[5:], request.stop_reason) == (expected[:1], expected[0])
 
@@ -224,18 +234,18 @@ class TestLimits:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         # The end id is best at every step and masked while output_index < min_tokens.
-        monkeypatch.setattr(Loop, "sample", lambda self, item: 3 if item.output_index < min_tokens else END_ID)
+        monkeypatch.setattr(FakeDevice, "sample", lambda self, item: 3 if item.output_index < min_tokens else END_ID)
         loop = Loop(make_scheduler())
         request = make_request("a", range(5), max_tokens, end_ids=[END_ID], min_tokens=min_tokens)
-        loop.scheduler.add(request)
+        loop.add(request)
         loop.run_all(lag)
         assert (len(request.token_ids) - 5, request.finish_reason) == (length, reason)
 
     def test_an_end_id_below_min_tokens_does_not_stop(self, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Loop, "sample", lambda self, item: END_ID)
+        monkeypatch.setattr(FakeDevice, "sample", lambda self, item: END_ID)
         loop = Loop(make_scheduler())
         request = make_request("a", range(5), 9, end_ids=[END_ID], min_tokens=3)
-        loop.scheduler.add(request)
+        loop.add(request)
         loop.run_all(lag)
         assert (request.token_ids[5:], request.finish_reason) == ([END_ID] * 4, FinishReason.STOP)
 
@@ -244,9 +254,9 @@ class TestPendingTokens:
     def test_a_step_is_scheduled_before_the_token_of_the_one_before_is_known(self) -> None:
         loop = Loop(make_scheduler())
         request = make_request("a", range(5), 4)
-        loop.scheduler.add(request)
+        loop.add(request)
         loop.step(lag=1)
-        assert (request.num_pending_tokens, request.num_tokens, request.num_output_tokens) == (1, 6, 1)
+        assert (request.num_pending_tokens, request.num_tokens, request.num_known_output_tokens) == (1, 6, 0)
         [item] = loop.step(lag=1).requests
         assert (item.start, item.num_tokens, item.samples, item.output_index) == (5, 1, True, 1)
         assert (len(request.token_ids), request.num_pending_tokens) == (6, 1)
@@ -260,7 +270,7 @@ class TestPendingTokens:
         request = make_request(
             "a", range(5), 20, stop_token_ids=undisturbed(make_request("a", range(5), 1), 128, 99)[0]
         )
-        loop.scheduler.add(request)
+        loop.add(request)
         loop.step(lag=1)
         loop.step(lag=1)
         assert (request.finish_reason, len(request.token_ids)) == (FinishReason.STOP, 6)
@@ -274,8 +284,8 @@ class TestFinish:
     def test_waiting(self) -> None:
         loop = Loop(make_scheduler(max_num_seqs=1))
         first, second = make_request("a", range(5)), make_request("b", range(5))
-        loop.scheduler.add(first)
-        loop.scheduler.add(second)
+        loop.add(first)
+        loop.add(second)
         loop.step()
         loop.scheduler.finish(second, FinishReason.ABORT)
         assert (second.status, second.finish_reason) == (RequestStatus.FINISHED, FinishReason.ABORT)
@@ -287,8 +297,8 @@ class TestFinish:
     def test_running(self, num_steps: int, lag: int) -> None:
         loop = Loop(make_scheduler(budget=8, caching=True))
         first, second = make_request("a", range(10), 6), make_request("b", range(9, 0, -1), 6)
-        loop.scheduler.add(first)
-        loop.scheduler.add(second)
+        loop.add(first)
+        loop.add(second)
         for _ in range(num_steps):
             loop.step(lag)
         loop.scheduler.finish(first, FinishReason.STOP, "stop string")
@@ -296,18 +306,23 @@ class TestFinish:
         loop.run_all(lag)
         assert second.token_ids[9:] == undisturbed(second, 128, 256)[0]
 
-    def test_preempted_with_a_token_in_flight(self) -> None:
-        loop = Loop(make_scheduler(num_usable=8))
+    @pytest.mark.parametrize("mode", ["recompute", "swap"])
+    def test_preempted_with_a_token_in_flight(self, mode: str) -> None:
+        loop = Loop(make_scheduler(num_usable=8, num_host_blocks=8, mode=mode))
         first, second = make_request("a", range(16), 9), make_request("b", range(16), 9)
-        loop.scheduler.add(first)
-        loop.scheduler.add(second)
+        loop.add(first)
+        loop.add(second)
         loop.step(lag=1)
+        # Both want a block more, and there is none: the later one gives way while its first token is in flight.
         schedule = loop.scheduler.schedule()
         assert (schedule.num_preempted, second.status, second.num_pending_tokens) == (1, RequestStatus.WAITING, 1)
-        loop.in_flight.append((schedule, loop.run(schedule)))
+        results = loop.device.run(schedule)
+        loop.in_flight.append((schedule, *results))
         loop.scheduler.finish(second, FinishReason.ABORT)
+        assert loop.scheduler.kv.num_free_host_blocks == 8
         loop.scheduler.update(*loop.in_flight.popleft())
         loop.run_all(lag=1)
+        loop.verify()
         assert (len(second.token_ids), len(first.token_ids)) == (16, 25)
 
     def test_twice_keeps_the_first_reason(self) -> None:
@@ -317,15 +332,13 @@ class TestFinish:
         scheduler.finish(request, FinishReason.ABORT)
         scheduler.finish(request, FinishReason.STOP)
         assert (request.finish_reason, scheduler.stats.num_finished) == (FinishReason.ABORT, 1)
-        assert scheduler.get("a") is None
+        assert scheduler.group_of(request) is None
         assert not scheduler.has_requests
 
-    def test_an_id_can_be_used_again_after_its_end(self) -> None:
+    def test_a_request_is_added_once(self) -> None:
         scheduler = make_scheduler()
-        first = make_request("a", range(5))
-        scheduler.add(first)
-        with pytest.raises(AssertionError, match="request id a is in use"):
-            scheduler.add(make_request("a", range(5)))
-        scheduler.finish(first, FinishReason.ABORT)
-        scheduler.add(make_request("a", range(5)))
-        assert scheduler.get("a") is not first
+        request = make_request("a", range(5))
+        group = scheduler.add(request)
+        assert scheduler.group_of(request) is group
+        with pytest.raises(AssertionError, match="request a was added before"):
+            scheduler.add(request)

@@ -1,0 +1,136 @@
+"""Reads recorded arrivals, makes prompts that share what the recorded ones shared, and says what a cache could find.
+
+Knows three file formats; nothing about schedulers or blocks of the KV cache.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpage.errors import shown
+
+MOONCAKE_BLOCK_TOKENS = 512
+OUTPUT_TOKEN_ID = 0
+"""Generated tokens are this id and the ones below: no prompt holds them."""
+_FILLER_ID = 1
+_FIRST_ID = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded request.
+
+    Attributes:
+        arrival_s: seconds since the first row.
+        hash_ids: names of the prompt's 512-token blocks, the last one partial; None if the trace has none.
+    """
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    hash_ids: tuple[int, ...] | None = None
+
+    def prompt_token_ids(self, index: int) -> list[int]:
+        """Made-up ids, equal where the blocks of two rows are; rows without blocks share nothing if ``index`` differs.
+
+        Different blocks, and different rows, differ in their first token.
+        """
+        if self.hash_ids is None:
+            return [_FIRST_ID + index, *[_FILLER_ID] * (self.num_prompt_tokens - 1)]
+        blocks = ([_FIRST_ID + name, *[_FILLER_ID] * (MOONCAKE_BLOCK_TOKENS - 1)] for name in self.hash_ids)
+        return list(itertools.islice(itertools.chain.from_iterable(blocks), self.num_prompt_tokens))
+
+
+def read_trace(path: str | Path, limit: int | None = None, time_scale: float = 1.0) -> list[TraceRow]:
+    """The first ``limit`` rows in order of arrival; gaps between arrivals are multiplied by ``time_scale``.
+
+    Formats, told apart by the first line: CSV with TIMESTAMP, ContextTokens, GeneratedTokens (Azure LLM inference
+    trace); JSON lines with timestamp (ms), input_length, output_length and perhaps hash_ids (Mooncake); JSON lines with
+    arrival_s, prompt_tokens, output_tokens.
+
+    Raises:
+        ValueError: unknown format, or a row without its numbers; names the line.
+    """
+    with open(path, encoding="utf-8", newline="") as file:
+        first = file.readline()
+        file.seek(0)
+        is_json = first.lstrip().startswith("{")
+        records = (line for line in file if line.strip()) if is_json else csv.DictReader(file)
+        rows = []
+        for line, record in enumerate(itertools.islice(records, limit), start=1):
+            try:
+                rows.append(_row(json.loads(record) if isinstance(record, str) else record))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}: record {line} is not a request ({error!r}): {shown(record)}") from error
+    rows.sort(key=lambda row: row.arrival_s)
+    start = rows[0].arrival_s if rows else 0.0
+    return [dataclasses.replace(row, arrival_s=(row.arrival_s - start) * time_scale) for row in rows]
+
+
+def _row(record: Mapping[str, Any]) -> TraceRow:
+    if "TIMESTAMP" in record:
+        # Seven decimals are one more than datetime reads.
+        arrived = datetime.datetime.fromisoformat(record["TIMESTAMP"][:26]).replace(tzinfo=datetime.UTC)
+        row = TraceRow(arrived.timestamp(), int(record["ContextTokens"]), int(record["GeneratedTokens"]))
+    elif "timestamp" in record:
+        names = record.get("hash_ids")
+        hash_ids = None if names is None else tuple(map(int, names))
+        arrival_s = record["timestamp"] / 1000
+        row = TraceRow(arrival_s, int(record["input_length"]), int(record["output_length"]), hash_ids)
+        if hash_ids is not None and len(hash_ids) != -(-row.num_prompt_tokens // MOONCAKE_BLOCK_TOKENS):
+            raise ValueError(f"{len(hash_ids)} hash_ids for {row.num_prompt_tokens} tokens")
+    else:
+        row = TraceRow(float(record["arrival_s"]), int(record["prompt_tokens"]), int(record["output_tokens"]))
+    if row.num_prompt_tokens < 1 or row.num_output_tokens < 1:
+        raise ValueError("a request has at least one token of each kind")
+    return row
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IdealHits:
+    """Prompt tokens a cache without limits could find, each row finished before the next; one token is left to compute.
+
+    Attributes:
+        num_full_block_tokens: in full 512-token blocks.
+        num_tokens: in all, the beginnings of blocks included.
+    """
+
+    num_prompt_tokens: int
+    num_full_block_tokens: int
+    num_tokens: int
+
+
+def ideal_hits(rows: Iterable[TraceRow]) -> IdealHits | None:
+    """Computed from the block names alone, without tokens, hashes or pools; None if the trace has no names."""
+    size = MOONCAKE_BLOCK_TOKENS
+    nodes: dict[tuple[int, int], int] = {}  # (node before, name) -> node: a path of names is a node
+    longest = [size]  # by node: most tokens of its block that a row had
+    prompt = full = in_all = 0
+    for row in rows:
+        if row.hash_ids is None:
+            return None
+        prompt += row.num_prompt_tokens
+        node, found, full_found, is_open = 0, 0, 0, True
+        for place, name in enumerate(row.hash_ids):
+            count = min(size, row.num_prompt_tokens - place * size)
+            child = nodes.setdefault((node, name), len(longest))
+            if child == len(longest):
+                longest.append(0)
+            if is_open:
+                common = min(count, longest[child])
+                found += common
+                is_open = common == size
+                full_found += size if is_open else 0
+            longest[child] = max(longest[child], count)
+            node = child
+        limit = row.num_prompt_tokens - 1
+        in_all += min(found, limit)
+        full += min(full_found, limit // size * size)
+    return IdealHits(prompt, full, in_all)
