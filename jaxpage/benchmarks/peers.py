@@ -97,7 +97,7 @@ def _main(job: dict[str, Any]) -> None:
         rates = []
         for repeat in range(2):
             # Other prompts each time, so that no prefix cache helps.
-            prompts = [f"{repeat}. {prompt}" for prompt in job["prompts"][:batch]]
+            prompts = [f"{batch}.{repeat} {prompt}" for prompt in job["prompts"][:batch]]
             begun = time.perf_counter()
             generate(prompts)
             rates.append(batch * job["new_tokens"] / (time.perf_counter() - begun))

@@ -60,7 +60,8 @@ def measure(args: EngineArgs, batches: list[int], new_tokens: int) -> dict[str, 
     for batch in batches:
         rates = []
         for repeat in range(2):
-            prompts = [f"{repeat}. {prompt}" for prompt in decode_prompts(batch)]
+            # Other prompts each time, so that no prefix cache helps.
+            prompts = [f"{batch}.{repeat} {prompt}" for prompt in decode_prompts(batch)]
             begun = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             rates.append(batch * new_tokens / (time.perf_counter() - begun))

@@ -134,6 +134,10 @@ class Runner:
         output.token_ids.copy_to_host_async()
         return StepInFlight(schedule, output, flags)
 
+    def wait(self) -> None:
+        """Blocks until the device has done everything that was dispatched."""
+        jax.block_until_ready((self._kv_cache, self._state))
+
     def _run(self, packing: Packing, packed: np.ndarray) -> StepOutput:
         compiled = self._steps.get(packing.num_tokens)
         if compiled is None:
