@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,19 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxpage-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+MAX_LLMS = 8
+"""Engines kept for tests to come."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs() -> Iterator[None]:
+    """Drops what a module's tests have compiled: programs are many small memory maps, and a process may have 65,530."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -80,13 +96,13 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Rand
 
 @pytest.fixture(scope="session")
 def llm_for() -> Callable[..., LLM]:
-    """Gives an ``LLM`` over a directory, built once per set of options and with an empty prefix cache.
+    """Gives an ``LLM`` over a directory, kept for a while for each set of options, and with an empty prefix cache.
 
     Step shapes are compiled when first met, since a test meets few of them.
     """
     from jaxpage import LLM
 
-    built: dict[str, LLM] = {}
+    built: OrderedDict[str, LLM] = OrderedDict()
     small = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 4}
     small |= {"num_gpu_blocks_override": 128, "enforce_eager": True}
 
@@ -94,7 +110,11 @@ def llm_for() -> Callable[..., LLM]:
         options = small | options
         key = f"{directory} {sorted(options.items())}"
         if key not in built:
+            while len(built) >= MAX_LLMS:
+                built.popitem(last=False)
+            gc.collect()
             built[key] = LLM(model=str(directory), **options)
+        built.move_to_end(key)
         llm = built[key]
         assert not llm.engine.has_work, "the last test left requests in the engine"
         llm.reset_prefix_cache()
