@@ -10,7 +10,7 @@ import enum
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from jaxpage.errors import ParameterError, shown
 
@@ -25,15 +25,18 @@ GREEDY_TEMPERATURE = 1e-5
 
 
 class TextPrompt(TypedDict):
-    """A prompt given as text."""
+    """A prompt given as text; with a ``cache_salt`` it shares cached blocks only with prompts of the same one."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt given as token ids."""
+    """A prompt given as token ids; ``cache_salt`` as in ``TextPrompt``."""
 
     prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 class RequestOutputKind(enum.Enum):
@@ -78,6 +81,14 @@ def check_bool(name: str, value: Any) -> bool:
     """``value`` if it is a boolean; raises ParameterError otherwise."""
     if not isinstance(value, bool):
         raise ParameterError(name, f"must be true or false, got {shown(value)}")
+    return value
+
+
+def check_cache_salt(name: str, value: Any) -> str:
+    """``value`` if it is a string of 1 to 128 characters, none a control character; raises ParameterError otherwise."""
+    is_text = isinstance(value, str) and 1 <= len(value) <= 128
+    if not is_text or any(not character.isprintable() and ord(character) < 0xA0 for character in value):
+        raise ParameterError(name, f"must have 1 to 128 characters and no control characters, got {shown(value)}")
     return value
 
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jaxpage.config import EngineArgs
-from jaxpage.engine.front import Engine, Prompt
+from jaxpage.engine.front import Engine, Prompt, salt_of
 from jaxpage.errors import EngineDeadError, ParameterError, shown
 from jaxpage.request import BeamSearchParams, RequestOutput, SamplingParams
 from jaxpage.tokenizer import Tokenizer
@@ -123,10 +123,14 @@ class AsyncLLMEngine:
         self._raise_if_dead()
 
     def check(
-        self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams | BeamSearchParams, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams | BeamSearchParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Raises ParameterError if the engine cannot serve this; changes nothing. Callable from any thread."""
-        self._engine.check(prompt_token_ids, sampling_params, priority)
+        self._engine.check(prompt_token_ids, sampling_params, priority, cache_salt)
 
     async def generate(
         self,
@@ -159,9 +163,10 @@ class AsyncLLMEngine:
             sampling_params = self._engine.default_sampling_params()
         loop = asyncio.get_running_loop()
         text, token_ids = await loop.run_in_executor(None, self._engine.tokenize, prompt)
-        self._engine.check(token_ids, sampling_params, priority)
+        salt = salt_of(prompt) if cache_salt is None else cache_salt
+        self._engine.check(token_ids, sampling_params, priority, salt)
         stream = _Stream(loop, asyncio.Queue())
-        self._submit(lambda: self._add(stream, request_id, text, token_ids, sampling_params, cache_salt, priority))
+        self._submit(lambda: self._add(stream, request_id, text, token_ids, sampling_params, salt, priority))
         try:
             while True:
                 item = await stream.queue.get()
@@ -252,7 +257,7 @@ class AsyncLLMEngine:
             return
         try:
             self._engine.add(request_id, token_ids, params, prompt=text, cache_salt=cache_salt, priority=priority)
-        except ValueError as error:
+        except Exception as error:  # whatever is wrong with this request, the others go on
             stream.put(error)
             return
         self._streams[request_id] = stream
@@ -299,11 +304,13 @@ class _StatusLine:
         scheduler = self._engine.core.scheduler
         pool, counters, stats = scheduler.kv.pool, scheduler.kv.counters, scheduler.stats
         logger.info(
-            "running %d, waiting %d, KV blocks in use %.0f%%, prefix hits %.0f%% of prompt tokens, %.1f tokens/s",
+            "running %d, waiting %d, KV blocks in use %.0f%%, prefix hits %.0f%% of prompt tokens, preempted %d, "
+            "%.1f tokens/s",
             len(scheduler.running),
             scheduler.num_waiting,
             100 * pool.num_used / pool.num_usable,
             100 * counters.num_hit_tokens / max(1, counters.num_queried_tokens),
+            stats.num_preemptions,
             (stats.num_generated_tokens - self._last_tokens) / (now - self._last_s),
         )
         self._last_s, self._last_tokens = now, stats.num_generated_tokens

@@ -30,6 +30,7 @@ from jaxpage.request import (
     SamplingParams,
     TextPrompt,
     TokensPrompt,
+    check_cache_salt,
     check_int,
     check_token_ids,
 )
@@ -122,6 +123,9 @@ class Engine:
         """The text, if there is one, and the ids of a prompt."""
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, dict) and ("prompt" in prompt or "prompt_token_ids" in prompt):
+            for name in prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
+                raise ParameterError("prompt", f"the key {shown(name)} is not supported")
         if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
             ids = check_token_ids("prompt_token_ids", prompt["prompt_token_ids"], self.model.vocab_size)
             text = prompt.get("prompt")
@@ -133,9 +137,15 @@ class Engine:
         raise ParameterError("prompt", f"must be text, token ids or a dict of either, got {shown(prompt)}")
 
     def check(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | BeamSearchParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Raises ParameterError, with the numbers, if the engine cannot serve this. Changes nothing."""
+        if cache_salt is not None:
+            check_cache_salt("cache_salt", cache_salt)
         if not isinstance(params, SamplingParams | BeamSearchParams):
             raise ParameterError("sampling_params", f"must be SamplingParams or BeamSearchParams, got {shown(params)}")
         if check_int("priority", priority, -(2**63), 2**63 - 1) and self.config.scheduling_policy != "priority":
@@ -184,7 +194,7 @@ class Engine:
         """
         if request_id in self._prompts or request_id in self._searches:
             raise ParameterError("request_id", f"{shown(request_id)} is in use")
-        self.check(prompt_token_ids, params, priority)
+        self.check(prompt_token_ids, params, priority, cache_salt)
         room = self.config.max_model_len - len(prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if isinstance(params, BeamSearchParams):
@@ -409,6 +419,11 @@ class Engine:
         listed = {other: Logprob(value, place + 1, name(other)) for place, (other, value) in enumerate(alternatives)}
         listed.setdefault(token_id, Logprob(logprob, rank, name(token_id)))
         return listed
+
+
+def salt_of(prompt: Prompt) -> str | None:
+    """The ``cache_salt`` that comes with a prompt."""
+    return prompt.get("cache_salt") if isinstance(prompt, dict) else None
 
 
 def _completion(sample: Sample, is_delta: bool) -> CompletionOutput:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import rich.progress
 
 from jaxpage.config import EngineArgs
-from jaxpage.engine.front import Engine, Prompt
+from jaxpage.engine.front import Engine, Prompt, salt_of
 from jaxpage.errors import ParameterError, shown
 from jaxpage.kv.manager import KVCacheStats
 from jaxpage.request import (
@@ -30,7 +30,7 @@ Params = SamplingParams | BeamSearchParams
 
 @dataclasses.dataclass(slots=True)
 class BeamSearchSequence:
-    """One beam, prompt included.
+    """One beam; ``tokens`` and ``text`` begin with the prompt, as in vLLM.
 
     Attributes:
         cum_logprob: sum of the generated tokens' logprobs.
@@ -96,10 +96,19 @@ class LLM:
         """
         items = _as_list(prompts)
         tokenized = [_naming(index, items, self.engine.tokenize, prompt) for index, prompt in enumerate(items)]
-        priorities = list(priority) if priority is not None else [0] * len(items)
-        if len(priorities) != len(items):
-            raise ParameterError("priority", f"has {len(priorities)} entries for {len(items)} prompts")
-        return self._run(tokenized, self._params_for(sampling_params, len(items)), use_tqdm, priorities)
+        if priority is None:
+            priority = [0] * len(items)
+        if not isinstance(priority, Sequence) or isinstance(priority, str):
+            raise ParameterError("priority", f"must be a list with one number for each prompt, got {shown(priority)}")
+        if len(priority) != len(items):
+            raise ParameterError("priority", f"has {len(priority)} entries for {len(items)} prompts")
+        jobs = [
+            _Job(str(next(self._ids)), text, ids, each, place, salt_of(prompt))
+            for prompt, (text, ids), each, place in zip(
+                items, tokenized, self._params_for(sampling_params, len(items)), priority, strict=True
+            )
+        ]
+        return self._run(jobs, use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
@@ -176,33 +185,44 @@ class LLM:
             raise ParameterError("sampling_params", f"has {len(given)} entries for {count} prompts")
         return list(given)
 
-    def _run(
-        self,
-        prompts: list[tuple[str | None, list[int]]],
-        params: list[Params],
-        use_tqdm: bool,
-        priorities: list[int],
-    ) -> list[RequestOutput]:
+    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.engine
-        final = [_final_only(each) for each in params]
-        for index, ((_, ids), each, priority) in enumerate(zip(prompts, final, priorities, strict=True)):
-            _naming(index, prompts, engine.check, ids, each, priority)
-        request_ids = [str(next(self._ids)) for _ in prompts]
+        for index, job in enumerate(jobs):
+            _naming(index, jobs, engine.check, job.token_ids, job.params, job.priority, job.cache_salt)
         done: dict[str, RequestOutput] = {}
         try:
-            for request_id, (text, ids), each, priority in zip(request_ids, prompts, final, priorities, strict=True):
-                engine.add(request_id, ids, each, prompt=text, priority=priority)
+            for job in jobs:
+                engine.add(
+                    job.request_id,
+                    job.token_ids,
+                    _final_only(job.params),
+                    prompt=job.text,
+                    cache_salt=job.cache_salt,
+                    priority=job.priority,
+                )
             # On a terminal only: elsewhere the bar would leave stray lines.
             with rich.progress.Progress(transient=True, disable=not (use_tqdm and sys.stdout.isatty())) as bar:
-                task = bar.add_task("generating", total=len(prompts))
+                task = bar.add_task("generating", total=len(jobs))
                 while engine.has_work:
                     for output in engine.step():
                         done[output.request_id] = output
                         bar.advance(task)
         finally:
-            for request_id in request_ids:  # after an interruption the engine must be free for the next call
-                engine.abort(request_id)
-        return [done[request_id] for request_id in request_ids]
+            for job in jobs:  # after an interruption the engine must be free for the next call
+                engine.abort(job.request_id)
+        return [done[job.request_id] for job in jobs]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """One prompt of a call."""
+
+    request_id: str
+    text: str | None
+    token_ids: list[int]
+    params: Params
+    priority: int
+    cache_salt: str | None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -18,8 +18,8 @@ class BlockPool:
     """Reference-counted blocks with a free list in order of eviction.
 
     A freed block keeps its content, and its place in ``index``, until it is handed out again, so it can be found and
-    revived. Blocks that cannot be found are handed out first, then partial ones, which spare less than a block's
-    tokens, then full ones; among these the one that was freed longest ago. Everything on one block takes constant time.
+    revived. Blocks that cannot be found are handed out first, then the one that was freed longest ago. Everything on
+    one block takes constant time.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -32,9 +32,7 @@ class BlockPool:
         """Holders of each block; for reading only."""
         self.num_shared = 0
         """Blocks with more than one holder."""
-        # Two pieces of one list: what is not full, those that cannot be found in front, and full blocks.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self._free_full: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_usable(self) -> int:
@@ -44,7 +42,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks nobody holds, cached ones included."""
-        return len(self._free) + len(self._free_full)
+        return len(self._free)
 
     @property
     def num_used(self) -> int:
@@ -60,7 +58,7 @@ class BlockPool:
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         blocks = []
         for _ in range(count):
-            block_id, _ = (self._free or self._free_full).popitem(last=False)
+            block_id, _ = self._free.popitem(last=False)
             self.index.forget(block_id)
             self.ref_counts[block_id] = 1
             blocks.append(block_id)
@@ -72,7 +70,7 @@ class BlockPool:
             count = self.ref_counts[block_id] + 1
             self.ref_counts[block_id] = count
             if count == 1:
-                del self._list_of(block_id)[block_id]
+                del self._free[block_id]
             elif count == 2:
                 self.num_shared += 1
 
@@ -85,17 +83,14 @@ class BlockPool:
             if count == 1:
                 self.num_shared -= 1
             elif count == 0:
-                if self.index.is_full(block_id):
-                    self._free_full[block_id] = None
-                else:
-                    self._free[block_id] = None
-                    if block_id not in self.index:
-                        self._free.move_to_end(block_id, last=False)
+                self._free[block_id] = None
+                if block_id not in self.index:
+                    self._free.move_to_end(block_id, last=False)
 
     def touch(self, block_id: int) -> None:
         """The block was of use: if nobody holds it, it is now the last one to be evicted."""
         if self.is_free(block_id):
-            self._list_of(block_id).move_to_end(block_id)
+            self._free.move_to_end(block_id)
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks are in the free list: holding them shrinks it by as many."""
@@ -104,12 +99,8 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raises AssertionError if counts, free list and index contradict each other."""
         free = {block for block in range(1, self.num_blocks) if self.ref_counts[block] == 0}
-        assert free == {*self._free, *self._free_full}, "the free list is not the set of blocks with count 0"
-        assert self._free.keys().isdisjoint(self._free_full), "a block is free twice"
+        assert free == self._free.keys(), "the free list is not the set of blocks with count 0"
         assert self.ref_counts[SCRATCH_BLOCK] == 0, "the scratch block is held"
         assert self.num_shared == sum(count > 1 for count in self.ref_counts), "shared blocks are miscounted"
         assert SCRATCH_BLOCK not in self.index, "the scratch block can be found"
         self.index.check_integrity()
-
-    def _list_of(self, block_id: int) -> OrderedDict[int, None]:
-        return self._free_full if block_id in self._free_full else self._free

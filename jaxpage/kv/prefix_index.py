@@ -39,11 +39,6 @@ class PrefixIndex:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._entries
 
-    def is_full(self, block_id: int) -> bool:
-        """True if the block can be found and is full."""
-        entry = self._entries.get(block_id)
-        return entry is not None and entry.name is not None
-
     def add(self, block_id: int, parent: bytes, token_ids: Sequence[int], name: bytes | None) -> None:
         """Makes a block findable, if nothing findable holds the same or more. ``name`` is None for a partial block.
 

@@ -140,7 +140,8 @@ def num_host_blocks(swap_space_bytes: int, bytes_per_block: int, most_blocks: in
     needed, available = count * bytes_per_block, available_host_bytes()
     if needed > available:
         raise StartupError(
-            f"not enough memory: swap_space takes {gib(needed)} of host memory, {gib(available)} are free; lower it"
+            f"not enough memory: swap_space {gib(swap_space_bytes)} would take {gib(needed)} of host memory, "
+            f"{gib(available)} are free; lower it"
         )
     logger.info("Swap space: %s blocks in host memory (%s)", f"{count:,}", gib(needed))
     return count

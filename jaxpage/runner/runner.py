@@ -89,6 +89,10 @@ class Runner:
         self._slots = SlotTable(config.max_num_seqs, config.max_blocks_per_request, config.block_size)
         self._num_stop_ids = MAX_STOP_TOKEN_IDS + len(model.end_token_ids)
         self._lazy = args.enforce_eager
+        # Before the long work: what cannot be had should be said at once.
+        bytes_per_block = model.kv_bytes_per_token(self.kv_itemsize) * config.block_size
+        most_blocks = config.max_num_seqs * config.max_blocks_per_request
+        host_blocks = num_host_blocks(config.swap_space_bytes, bytes_per_block, most_blocks)
         self.plan, self._steps = self._plan_and_compile(args, progress)
         logger.info(self.plan.describe())
         if self.plan.num_tokens < config.max_model_len:
@@ -97,8 +101,6 @@ class Runner:
                 "finish_reason length; raise kv_cache_memory_bytes or lower max_model_len",
                 self.plan.num_tokens, config.max_model_len,
             )  # fmt: skip
-        most_blocks = config.max_num_seqs * config.max_blocks_per_request
-        host_blocks = num_host_blocks(config.swap_space_bytes, self.plan.bytes_per_block, most_blocks)
         self._mover = BlockMover(self._cache_shapes(self.plan), host_blocks, device)
         self._kv_cache = self._empty_cache()
         with jax.default_device(device):

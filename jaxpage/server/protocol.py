@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import BeamSearchParams, SamplingParams, check_bool, check_int, check_token_ids
+from jaxpage.request import BeamSearchParams, SamplingParams, check_bool, check_cache_salt, check_int, check_token_ids
 from jaxpage.server.fields import Body, Limits, check_list, check_object, check_str, field
 from jaxpage.server.messages import check_messages
 from jaxpage.server.sampling import generation_params
@@ -166,7 +166,7 @@ def _shared_fields(
         "return_token_ids": field(body, "return_token_ids", check_bool, False),
         "truncate_prompt_tokens": field(body, "truncate_prompt_tokens", _check_truncation, limits=limits),
         "truncation_side": field(body, "truncation_side", _check_side, "left"),
-        "cache_salt": field(body, "cache_salt", _check_salt),
+        "cache_salt": field(body, "cache_salt", check_cache_salt),
         "priority": field(body, "priority", check_int, 0, low=-(2**63), high=2**63 - 1),
         "request_id": field(body, "request_id", _check_request_id),
     }
@@ -297,13 +297,6 @@ def _check_side(name: str, value: Any) -> str:
     if value not in ("left", "right"):
         raise ParameterError(name, f'must be "left" or "right", got {shown(value)}')
     return value
-
-
-def _check_salt(name: str, value: Any) -> str:
-    salt = check_str(name, value)
-    if not 1 <= len(salt) <= 128 or any(not character.isprintable() and ord(character) < 0xA0 for character in salt):
-        raise ParameterError(name, f"must have 1 to 128 characters and no control characters, got {shown(salt)}")
-    return salt
 
 
 def _check_request_id(name: str, value: Any) -> str:

@@ -89,6 +89,8 @@ def generation_params(
 def _beam_search_params(body: Body, limits: Limits, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
     if field(body, "stream", check_bool, False):
         raise ParameterError("stream", "cannot be combined with use_beam_search")
+    if body.get("beam_width") is not None:
+        raise ParameterError("beam_width", f"is called n here, got {shown(body['beam_width'])}")
     _refuse_sampling_values(body, limits)
     width = field(body, "n", check_int, 1, low=1, high=MAX_BEAM_WIDTH)
     if field(body, "best_of", check_int, width) != width:

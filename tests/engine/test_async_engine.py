@@ -133,6 +133,20 @@ def test_abort_by_id_ends_the_stream_with_what_there_is(engine: AsyncLLMEngine, 
     assert 3 <= len(outputs[-1].outputs[0].token_ids) < 100
 
 
+def test_a_bad_salt_is_refused_and_the_engine_lives_on(engine: AsyncLLMEngine, random_ids: Draw) -> None:
+    async def go() -> None:
+        for salt in (5, "", ["a"]):
+            for prompt, given in (
+                ({"prompt_token_ids": [1]}, salt),
+                ({"prompt_token_ids": [1], "cache_salt": salt}, None),
+            ):
+                with pytest.raises(ParameterError, match="cache_salt"):
+                    await anext(engine.generate(prompt, params(), "bad", cache_salt=given))  # type: ignore[arg-type]
+        assert (await collect(engine, random_ids(5), params(), "good"))[-1].finished
+
+    asyncio.run(go())
+
+
 def test_leaving_the_iteration_aborts_the_request(engine: AsyncLLMEngine, random_ids: Draw) -> None:
     async def go() -> None:
         stream = engine.generate({"prompt_token_ids": random_ids(5)}, params(max_tokens=100), "a")

@@ -302,3 +302,31 @@ def test_outputs_tell_when_things_happened(llm: LLM) -> None:
     metrics = llm.generate("Hello", GREEDY, use_tqdm=False)[0].metrics
     assert metrics is not None and metrics.first_token_time is not None and metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+
+
+@pytest.mark.parametrize("salt", [5, "", ["a"], "x" * 129, "a\0b", False])
+def test_a_bad_salt_is_refused_before_the_engine_pfx_3b(salt: Any, llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="cache_salt: must have 1 to 128 characters"):
+        llm.generate([{"prompt_token_ids": [1, 2], "cache_salt": salt}])
+    assert not llm.engine.has_work
+    assert len(llm.generate([[1, 2, 3]])) == 1
+
+
+def test_salts_of_prompts_separate_them_pfx_3(llm: LLM) -> None:
+    prompt = list(range(1, 20))
+    params, cached = SamplingParams(max_tokens=1), []
+    for salt in ("q", "r", None, "q"):
+        each: Any = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        cached.append(llm.generate([each], params)[0].num_cached_tokens)
+    assert cached == [0, 0, 0, 18]
+
+
+def test_what_a_prompt_cannot_hold_is_refused(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="prompt: the key 'multi_modal_data' is not supported"):
+        llm.generate({"prompt": "a", "multi_modal_data": {}})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize(("priority", "message"), [(3, "must be a list"), ([1], "1 entries for 2"), ([0, "a"], "'a'")])
+def test_bad_priorities_are_refused(priority: Any, message: str, llm: LLM) -> None:
+    with pytest.raises(ParameterError, match=message):
+        llm.generate([[1], [2]], priority=priority)

@@ -92,19 +92,14 @@ def test_the_tail_of_a_sequence_goes_before_its_head() -> None:
     assert pool.index.find([b"a", b"b", b"c"]) == [1, 2]
 
 
-def test_partial_blocks_go_before_full_ones_and_after_what_cannot_be_found() -> None:
-    pool = named_pool(7, [b"a", b"b"])
-    partial = pool.allocate(2)
-    for block in partial:
-        pool.index.add(block, b"", [200, block], None)
-    unnamed = pool.allocate(2)
-    assert [pool.index.is_full(block) for block in (1, partial[0], unnamed[0])] == [True, False, False]
-    pool.free([1, 2])
-    pool.free(unnamed)
-    pool.free(partial)
-    pool.touch(partial[1])
-    assert set(pool.allocate(2)) == set(unnamed)
-    assert pool.allocate(4) == [*partial, 2, 1]
+def test_partial_blocks_take_their_turn_among_full_ones() -> None:
+    pool = named_pool(5, [b"a", b"b"])
+    partial = pool.allocate(1)
+    pool.index.add(partial[0], b"", [200], None)
+    unnamed = pool.allocate(1)
+    for block in (1, partial[0], 2, unnamed[0]):
+        pool.free([block])
+    assert pool.allocate(4) == [unnamed[0], 1, partial[0], 2]
     assert len(pool.index) == 0
 
 

@@ -124,7 +124,7 @@ def test_host_blocks_fill_the_swap_space_but_never_more_than_requests_can_use(ca
 def test_too_little_host_memory_is_said_with_the_numbers() -> None:
     # 32 GiB are free.
     assert num_host_blocks(64 * GIB, GIB, most_blocks=32) == 32
-    with pytest.raises(StartupError, match=r"swap_space takes 33.00 GiB of host memory, 32.00 GiB are free; lower it"):
+    with pytest.raises(StartupError, match=r"swap_space 64.00 GiB would take 33.00 GiB of host memory, 32.00 GiB"):
         num_host_blocks(64 * GIB, GIB, most_blocks=33)
     with pytest.raises(StartupError, match=r"swap_space 1.0 MiB holds no KV block of 2,097,152 bytes; raise it, or"):
         num_host_blocks(1 << 20, 2 << 20, most_blocks=100)
