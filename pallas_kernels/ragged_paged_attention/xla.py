@@ -3,6 +3,8 @@
 The work is bounded by the real lengths: every loop runs as many times as the longest request at hand needs, a number
 known on the device only, so a growing context never changes a compiled shape. Requests with one query (decode) are
 attended several at a time; longer stretches of queries (prefill) go through tiles of one request each.
+
+It owns the whole contract on every platform: it refuses no case. It must not know of any other implementation.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 DECODE_ROWS = 16
 """Decode requests attended together. More rows cost less per row, fewer rows wait less for the longest of them."""
@@ -30,7 +32,7 @@ seen, and neither NaN nor a second mask can arise."""
 
 def ragged_paged_attention(
     q: Float[Array, "T N H"],
-    kv_cache: Float[Array, "num_blocks 2 K block_size H"],
+    kv_cache: Num[Array, "num_blocks 2 K block_size H"],
     block_tables: Int[Array, "B max_blocks"],
     seq_lens: Int[Array, " B"],
     cu_seqlens_q: Int[Array, " B+1"],
@@ -38,11 +40,24 @@ def ragged_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    kv_scales: Float[Array, "num_blocks 2 K block_size"] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
 ) -> Float[Array, "T N H"]:
     """See ``pallas_kernels.ragged_paged_attention``."""
     num_tokens = q.shape[0]
     query_lens = jnp.diff(cu_seqlens_q)
-    attend = _Attend(kv_cache, scale, sliding_window, soft_cap)
+    # A static scale of the keys is one of the scores; one of the values is one of the result.
+    attend = _Attend(
+        kv_cache,
+        kv_scales,
+        sinks,
+        scale=scale if k_scale is None else scale * k_scale,
+        out_scale=v_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
 
     out = jnp.zeros_like(q)
     # Prefill: tiles of queries of one request. Short stretches take small tiles, which waste little; long ones take
@@ -128,15 +143,22 @@ class _Attend:
 
     def __init__(
         self,
-        kv_cache: Float[Array, "num_blocks 2 K block_size H"],
+        kv_cache: Num[Array, "num_blocks 2 K block_size H"],
+        kv_scales: Float[Array, "num_blocks 2 K block_size"] | None,
+        sinks: Float[Array, " N"] | None,
+        *,
         scale: float,
+        out_scale: float | None,
         sliding_window: int | None,
         soft_cap: float | None,
     ) -> None:
         self.num_kv_heads, self.block_size, self.head_dim = kv_cache.shape[2:]
         # Keys of block b are row 2b and its values row 2b + 1: each is gathered without touching the other.
         self.halves = kv_cache.reshape(-1, *kv_cache.shape[2:])
+        self.scales_of_halves = None if kv_scales is None else kv_scales.reshape(-1, *kv_scales.shape[2:])
+        self.sinks = sinks
         self.scale = scale
+        self.out_scale = out_scale
         self.sliding_window = sliding_window
         self.soft_cap = soft_cap
 
@@ -169,7 +191,9 @@ class _Attend:
         q = q.reshape(num_rows, num_queries, self.num_kv_heads, group, head_dim).astype(jnp.float32) * self.scale
         q = jnp.moveaxis(q, 1, 2).reshape(num_rows, self.num_kv_heads, num_queries * group, head_dim)
         pieces = 1 if join_blocks else num_blocks
-        q = jnp.broadcast_to(q[:, None], (num_rows, pieces, *q.shape[1:])).astype(self.halves.dtype)
+        # The dot products of quantised keys are those of what is stored, exact in any type of query.
+        dot_dtype = dtype if self.halves.dtype.itemsize == 1 else self.halves.dtype
+        q = jnp.broadcast_to(q[:, None], (num_rows, pieces, *q.shape[1:])).astype(dot_dtype)
         query_positions = jnp.repeat(positions, group, axis=1)[:, None, None, :, None]  # [R, 1, 1, Q * G, 1]
 
         def visible(first: Int[Array, ""]) -> Bool[Array, "R pieces 1 QG S"]:
@@ -194,14 +218,25 @@ class _Attend:
         if self.sliding_window is not None:
             oldest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions))
             start = jnp.minimum(jnp.maximum(oldest - self.sliding_window + 1, 0) // chunk, end).astype(jnp.int32)
-        shape = (num_rows // lanes, self.num_kv_heads, num_queries * group)
-        nothing = _Softmax(jnp.full(shape, LOWEST_BEST), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-        _, softmaxes = lax.while_loop(lambda state: state[0] < end, one_chunk, (start, [nothing] * lanes))
+        first = self._before_any_key(num_rows // lanes, num_queries, group)
+        _, softmaxes = lax.while_loop(lambda state: state[0] < end, one_chunk, (start, [first] * lanes))
         out = jnp.concatenate(
             [softmax.out / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None] for softmax in softmaxes]
         )
+        if self.out_scale is not None:
+            out = out * self.out_scale
         out = out.reshape(num_rows, self.num_kv_heads, num_queries, group, head_dim)
         return jnp.moveaxis(out, 2, 1).reshape(num_rows, num_queries, num_heads, head_dim).astype(dtype)
+
+    def _before_any_key(self, num_rows: int, num_queries: int, group: int) -> _Softmax:
+        """The softmax over no key: over the sinks alone, where there are any, whose values are zero."""
+        shape = (num_rows, self.num_kv_heads, num_queries * group)
+        out = jnp.zeros((*shape, self.head_dim))
+        if self.sinks is None:
+            return _Softmax(jnp.full(shape, LOWEST_BEST), jnp.zeros(shape), out)
+        sinks = jnp.tile(self.sinks.astype(jnp.float32).reshape(self.num_kv_heads, group), (1, num_queries))
+        best = jnp.broadcast_to(jnp.maximum(sinks, LOWEST_BEST), shape)
+        return _Softmax(best, jnp.exp(sinks - best), out)
 
     def _add_chunk(
         self,
@@ -216,7 +251,15 @@ class _Attend:
         keys, values = lax.optimization_barrier((self._gather(ids * 2), self._gather(ids * 2 + 1)))
         if join_blocks:
             keys, values = self._join(keys), self._join(values)
-        scores = lax.dot_general(q, keys, (((4,), (4,)), ((0, 1, 2), (0, 1, 2))), preferred_element_type=jnp.float32)
+        if keys.dtype != q.dtype:
+            keys = keys.astype(q.dtype)
+        # Accelerators round float32 operands unless told not to; the weights may be rounded where the keys are.
+        precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
+        scores = lax.dot_general(
+            q, keys, (((4,), (4,)), ((0, 1, 2), (0, 1, 2))), precision, preferred_element_type=jnp.float32
+        )
+        if self.scales_of_halves is not None:
+            scores = scores * self._gather_scales(ids * 2, join_blocks)
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
         scores = jnp.where(mask, scores, MASKED_SCORE)
@@ -226,12 +269,22 @@ class _Attend:
         # A weight of zero times NaN is NaN: values that no query of the row sees are selected away.
         seen = jnp.swapaxes(jnp.any(mask, axis=3, keepdims=True), 3, 4)
         values = jnp.where(seen, values, 0).astype(jnp.float32)
-        update = lax.dot_general(weights, values, (((4,), (3,)), ((0, 1, 2), (0, 1, 2)))).sum(axis=1)
         total = softmax.total * decay + jnp.sum(weights, axis=(1, 4))
+        if self.scales_of_halves is not None:
+            scales = self._gather_scales(ids * 2 + 1, join_blocks)
+            weights = weights * jnp.where(jnp.swapaxes(seen, 3, 4), scales, 0.0)
+        update = lax.dot_general(weights, values, (((4,), (3,)), ((0, 1, 2), (0, 1, 2))), precision).sum(axis=1)
         return _Softmax(best, total, softmax.out * decay[..., None] + update)
 
     def _gather(self, ids: Int[Array, "R blocks"]) -> Float[Array, "R blocks K block_size H"]:
         return self.halves.at[ids].get(mode="promise_in_bounds")
+
+    def _gather_scales(self, ids: Int[Array, "R blocks"], join_blocks: bool) -> Float[Array, "R pieces K 1 S"]:
+        assert self.scales_of_halves is not None
+        scales = self.scales_of_halves.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
+        if join_blocks:
+            scales = jnp.moveaxis(scales, 2, 1).reshape(len(ids), 1, self.num_kv_heads, -1)
+        return scales[:, :, :, None]
 
     def _join(self, blocks: Float[Array, "R blocks K block_size H"]) -> Float[Array, "R 1 K S H"]:
         return jnp.moveaxis(blocks, 2, 1).reshape(len(blocks), 1, self.num_kv_heads, -1, self.head_dim)

@@ -135,6 +135,7 @@ def test_in_any_order_of_arrival(
             assert ids_of(output) == [greedy[index][1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("toggles", pairs_of_toggles(), ids=lambda toggles: "-".join(map(str, toggles.values())))
 def test_pairs_of_toggles(
     toggles: dict[str, Any],

@@ -1,19 +1,27 @@
-"""The contract of ragged paged attention: every implementation on every geometry and mix of requests."""
+"""Ragged paged attention: the portable implementations on many batches, the arguments' checks, the dispatch."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import logging
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.extend
+import jax.interpreters.mlir
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_contract import CASES, LARGEST, arguments, check_contract, expected
 
-from pallas_kernels import AttentionMetadata, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention import IMPLEMENTATIONS
+from pallas_kernels import AttentionMetadata, dispatch, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import explain, reference, xla
 
 # One padded shape for all batches of a geometry, so that each implementation is compiled once for it.
 NUM_TOKENS = 160
@@ -115,7 +123,13 @@ def make_case(
     return Case(q, kv_cache, AttentionMetadata(tables, lengths, starts), keys, values)
 
 
-def oracle(case: Case, scale: float, sliding_window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
+def oracle(
+    case: Case,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
     """Attention request by request in float64, without blocks or batches."""
     out = np.zeros_like(case.q)
     for row, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
@@ -128,8 +142,11 @@ def oracle(case: Case, scale: float, sliding_window: int | None = None, soft_cap
             scores = np.einsum("nh,snh->ns", case.q[token].astype(float), keys[low : position + 1]) * scale
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
+            if sinks is not None:
+                scores = np.concatenate([scores, sinks.astype(float)[:, None]], axis=1)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
+            weights = weights[:, : position + 1 - low]
             out[token] = np.einsum("ns,snh->nh", weights, values[low : position + 1])
     return out
 
@@ -155,7 +172,37 @@ def check(implementation: str, case: Case, **options: Any) -> None:
     assert not out[case.metadata.cu_seqlens_q[-1] :].any(), "padding tokens must be zero"
 
 
-@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+@pytest.mark.parametrize("name", CASES)
+def test_xla_keeps_the_contract(name: str) -> None:
+    check_contract(xla.ragged_paged_attention, CASES[name])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.sinks or case.kv_dtype in LARGEST])
+def test_reference_agrees_with_the_oracle_on_sinks_and_scales(name: str) -> None:
+    """The oracle gets what the cache stands for, request by request."""
+    spec = CASES[name]
+    (q, kv_cache, tables, seq_lens, cu_seqlens_q), keywords = arguments(spec)
+    scales = keywords["kv_scales"]
+    if scales is None:
+        scales = np.ones(kv_cache.shape[:4])
+        scales *= np.array([keywords["k_scale"] or 1.0, keywords["v_scale"] or 1.0])[:, None, None]
+    real = np.moveaxis(kv_cache.astype(float) * scales[..., None], 3, 1)  # [num_blocks, block_size, 2, K, H]
+    owned = [
+        real[table].reshape(-1, *real.shape[2:])[:length]
+        for table, length in zip(tables[: len(spec.requests)], seq_lens, strict=False)
+    ]
+    case = Case(
+        q.astype(np.float32),
+        kv_cache,
+        AttentionMetadata(tables, seq_lens, cu_seqlens_q),
+        [both[:, 0] for both in owned],
+        [both[:, 1] for both in owned],
+    )
+    exact = oracle(case, spec.options["scale"], spec.sliding_window, spec.soft_cap, keywords["sinks"])
+    np.testing.assert_allclose(expected(spec), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", dispatch.PORTABLE)
 class TestContract:
     @pytest.mark.parametrize("batch", BATCHES)
     @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
@@ -192,22 +239,11 @@ class TestContract:
         num_tokens = sum(count for count, _ in requests)
         check(implementation, make_case(SMALL, requests, num_tokens=num_tokens, num_rows=len(requests)))
 
-    def test_bfloat16(self, implementation: str) -> None:
-        for batch in ("seventeen decodes", "chunks of prompts"):
-            case = make_case(SMALL, BATCHES[batch], seed=4)
-            out = attend(implementation, case, jnp.bfloat16, scale=0.25)
-            np.testing.assert_allclose(out, oracle(case, 0.25), rtol=3e-2, atol=3e-2)
-
     def test_large_scores_do_not_overflow(self, implementation: str) -> None:
         case = make_case(SMALL, BATCHES["prompts between decodes"], seed=5)
         out = attend(implementation, case, scale=1e4)
         assert np.isfinite(out).all()
         assert np.abs(out).max() <= np.nanmax(np.abs(case.kv_cache)) * (1 + 1e-6)
-
-    def test_same_call_twice_is_bit_equal(self, implementation: str) -> None:
-        case = make_case(SMALL, BATCHES["chunks of prompts"], seed=6)
-        first, second = (attend(implementation, case, scale=0.25) for _ in range(2))
-        np.testing.assert_array_equal(first, second)
 
     def test_where_the_blocks_lie_does_not_change_a_bit(self, implementation: str) -> None:
         case = make_case(SMALL, BATCHES["prompts between decodes"], seed=7)
@@ -244,35 +280,173 @@ class TestContract:
         assert function._cache_size() == num_programs
 
 
-class TestDispatch:
-    def test_auto_takes_the_first_implementation(self) -> None:
-        case = make_case(SMALL, BATCHES["decodes, then prompts"])
-        first = next(iter(IMPLEMENTATIONS))
-        np.testing.assert_array_equal(attend("auto", case, scale=0.25), attend(first, case, scale=0.25))
-
-    def test_an_implementation_that_does_not_take_the_case_is_passed_over(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuses(*arguments: Any, **options: Any) -> Any:
-            raise NotImplementedError("not this case")
-
-        def accepts(*arguments: Any, **options: Any) -> str:
-            return "result"
-
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+            ({"soft_cap": 0.0}, "soft_cap must be above 0, got 0.0"),
+            ({"sinks": np.zeros(3)}, r"sinks must have shape \(4,\), got \(3,\)"),
+            ({"kv_scales": np.zeros((512, 2, 2))}, r"kv_scales must have shape \(512, 2, 2, 4\), got \(512, 2, 2\)"),
+            ({"kv_scales": np.zeros((512, 2, 2, 4)), "k_scale": 2.0}, "kv_scales exclude k_scale and v_scale, got 2.0"),
+            ({"implementation": "fastest"}, r"implementation must be auto or one of .*'fastest'"),
+            ({"platform": "abacus"}, r"platform must be one of tpu, gpu, cpu, got 'abacus'"),
+        ],
+    )
+    def test_wrong_options(self, wrong: dict[str, Any], message: str) -> None:
         case = make_case(SMALL, [(1, 1)])
-        monkeypatch.setitem(IMPLEMENTATIONS, next(iter(IMPLEMENTATIONS)), refuses)
-        monkeypatch.setitem(IMPLEMENTATIONS, "reference", accepts)
-        assert ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0) == "result"
-        monkeypatch.setitem(IMPLEMENTATIONS, "reference", refuses)
-        with pytest.raises(NotImplementedError, match=r"xla: not this case.*reference: not this case"):
-            ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0)
-
-    def test_unknown_implementation(self) -> None:
-        case = make_case(SMALL, [(1, 1)])
-        with pytest.raises(ValueError, match=r"implementation must be auto or one of .*'fastest'"):
-            ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0, implementation="fastest")
+        with pytest.raises(ValueError, match=message):
+            ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0, **wrong)
 
     def test_heads_that_cannot_be_grouped(self) -> None:
         case = make_case(SMALL, [(1, 1)])
         with pytest.raises(ValueError, match="num_heads 3 is not a multiple of num_kv_heads 2"):
             ragged_paged_attention(case.q[:, :3], case.kv_cache, case.metadata, scale=1.0)
+
+    def test_heads_of_another_size(self) -> None:
+        case = make_case(SMALL, [(1, 1)])
+        with pytest.raises(ValueError, match="head_dim of q is 8, of kv_cache 16"):
+            ragged_paged_attention(case.q[:, :, :8], case.kv_cache, case.metadata, scale=1.0)
+
+    def test_cache_of_a_type_that_means_nothing(self) -> None:
+        case = make_case(SMALL, [(1, 1)])
+        with pytest.raises(ValueError, match=r"kv_cache must be of one of float32.*, got int32"):
+            ragged_paged_attention(case.q, case.kv_cache.view(np.int32), case.metadata, scale=1.0)
+
+
+SMALL_CALL: tuple[Any, ...] = (
+    jax.ShapeDtypeStruct((2, 4, 16), jnp.float32),
+    jax.ShapeDtypeStruct((8, 2, 2, 16, 16), jnp.bfloat16),
+    AttentionMetadata(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,), (3,)))),  # type: ignore[arg-type]
+)
+
+
+class TestDispatch:
+    """With a kernel of our own, preferred on the platform under test."""
+
+    @pytest.fixture
+    def prefer(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+        def install(kernel: Any, platform: str = "cpu") -> None:
+            module = types.ModuleType("pallas_kernels.ragged_paged_attention.kernel")
+            kernel.__module__ = module.__name__
+            module.ragged_paged_attention = kernel  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            monkeypatch.setitem(dispatch.ORDER, platform, ("kernel", "xla"))
+
+        yield install
+        dispatch._say_once.cache_clear()
+
+    def test_cpu_takes_xla(self) -> None:
+        case = make_case(SMALL, BATCHES["decodes, then prompts"])
+        np.testing.assert_array_equal(attend("auto", case, scale=0.25), attend("xla", case, scale=0.25))
+
+    def test_a_kernel_that_compiles_is_taken(self, prefer: Any) -> None:
+        prefer(lambda q, **rest: q * 2)
+        case = make_case(SMALL, [(1, 1)])
+        out = ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0)
+        np.testing.assert_array_equal(out, case.q * 2)
+        assert str(explain(case.q, case.kv_cache, case.metadata, scale=1.0)) == "kernel"
+
+    def test_the_choice_is_made_inside_a_traced_program(self, prefer: Any) -> None:
+        prefer(lambda q, **rest: q * 2)
+        case = make_case(SMALL, [(1, 1)])
+        out = jax.jit(functools.partial(ragged_paged_attention, scale=1.0))(case.q, case.kv_cache, case.metadata)
+        np.testing.assert_array_equal(out, case.q * 2)
+
+    def test_a_kernel_that_refuses_is_passed_over(self, prefer: Any, caplog: pytest.LogCaptureFixture) -> None:
+        def refuses(**arguments: Any) -> Any:
+            raise NotImplementedError("not this case")
+
+        prefer(refuses)
+        with caplog.at_level(logging.INFO, "pallas_kernels"):
+            choice = explain(*SMALL_CALL, scale=1.0)
+            explain(*SMALL_CALL, scale=1.0)
+        assert choice == ("xla", xla.ragged_paged_attention, {"kernel": "not this case"})
+        assert len(caplog.messages) == 1, "each choice is said once"
+        assert "q float32[2, 4, 16]" in caplog.text
+        assert "on cpu: xla; not kernel: not this case" in caplog.text
+
+    def test_a_kernel_that_does_not_lower_breaks_nothing(self, prefer: Any, caplog: pytest.LogCaptureFixture) -> None:
+        """Where there is a device of the platform that is worth a warning."""
+
+        def fails(context: Any, x: Any) -> Any:
+            raise RuntimeError("out of registers")
+
+        primitive = jax.extend.core.Primitive("fails_to_lower")
+        primitive.def_abstract_eval(lambda x: x)
+        jax.interpreters.mlir.register_lowering(primitive, fails)
+        prefer(lambda q, **rest: primitive.bind(q))
+        choice = explain(*SMALL_CALL, scale=1.0)
+        assert choice.implementation == "xla"
+        assert choice.refusals["kernel"].startswith("does not compile: RuntimeError: out of registers")
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+    def test_a_kernel_is_lowered_for_the_platform_asked_for(self, prefer: Any) -> None:
+        primitive = jax.extend.core.Primitive("lowers_for_tpu_only")
+        primitive.def_abstract_eval(lambda x: x)
+        jax.interpreters.mlir.register_lowering(primitive, lambda context, x: [x], platform="tpu")
+        kernel = lambda q, **rest: primitive.bind(q)  # noqa: E731
+        prefer(kernel, "tpu")
+        prefer(kernel, "gpu")
+        assert explain(*SMALL_CALL, scale=1.0, platform="tpu").implementation == "kernel"
+        assert explain(*SMALL_CALL, scale=1.0, platform="gpu").implementation == "xla"
+        assert explain(*SMALL_CALL, scale=1.0).implementation == "xla", "the default device's is the CPU"
+        with jax.default_device("tpu"):
+            assert explain(*SMALL_CALL, scale=1.0).implementation == "kernel"
+
+    def test_a_kernel_whose_backend_is_missing_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "pallas_kernels.ragged_paged_attention.triton", None)
+        choice = explain(*SMALL_CALL, scale=1.0, platform="gpu")
+        assert choice.implementation == "xla"
+        assert choice.refusals["triton"].startswith("cannot be imported: ")
+        with pytest.raises(NotImplementedError, match="cannot be imported"):
+            explain(*SMALL_CALL, scale=1.0, implementation="triton")
+
+    @pytest.mark.parametrize(
+        ("capability", "implementation"), [("7.5", "xla"), ("8.0", "kernel"), ("12.0", "kernel"), ("gfx942", "xla")]
+    )
+    def test_an_old_or_foreign_gpu(
+        self, prefer: Any, monkeypatch: pytest.MonkeyPatch, capability: str, implementation: str
+    ) -> None:
+        prefer(lambda q, **rest: q, "gpu")
+        monkeypatch.setitem(dispatch.MIN_CAPABILITY, "kernel", 8.0)
+        monkeypatch.setattr(
+            jax, "devices", lambda: [types.SimpleNamespace(platform="gpu", compute_capability=capability)]
+        )
+        choice = explain(*SMALL_CALL, scale=1.0, platform="gpu")
+        assert choice.implementation == implementation
+        if implementation == "xla":
+            assert choice.refusals["kernel"] == f"needs compute capability 8.0, the device has {capability}"
+
+    def test_the_default_device_sets_the_platform(self) -> None:
+        assert dispatch.default_platform() == "cpu"
+        for platform in ("gpu", "tpu"):
+            with jax.default_device(platform):
+                assert dispatch.default_platform() == platform
+        with jax.default_device(jax.devices()[0]):
+            assert dispatch.default_platform() == "cpu"
+
+    def test_what_is_asked_for_is_taken(self) -> None:
+        choice = explain(*SMALL_CALL, scale=1.0, implementation="reference")
+        assert choice == ("reference", reference.ragged_paged_attention, {})
+
+    @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+    def test_every_platform_gets_something(self, platform: str) -> None:
+        choice = explain(*SMALL_CALL, scale=1.0, platform=platform)
+        assert choice.implementation in dispatch.ORDER[platform]
+
+    def test_the_environment_shows_the_choices(self) -> None:
+        program = (
+            "import jax, jax.numpy as jnp; from pallas_kernels.ragged_paged_attention import *;"
+            "explain(jnp.zeros((1, 1, 64)), jnp.zeros((2, 2, 1, 8, 64)), "
+            "AttentionMetadata(jnp.zeros((1, 1), int), jnp.zeros(1, int), jnp.zeros(2, int)), scale=1.0)"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"JAXPAGE_LOG": "scheduler,kernels"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "pallas_kernels: ragged_paged_attention q float32[1, 1, 64]" in result.stderr
+        assert "on cpu: xla" in result.stderr

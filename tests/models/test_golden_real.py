@@ -107,6 +107,7 @@ TOGGLES: dict[str, dict[str, Any]] = {
 """Pools with room for little more than the longest prompt with its answer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("toggles", TOGGLES)
 def test_greedy_tokens_whatever_happens_to_the_blocks(toggles: str, builtin_gguf: Callable[[str], Path]) -> None:
     options = TOGGLES[toggles]
