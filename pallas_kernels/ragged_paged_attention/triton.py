@@ -23,8 +23,8 @@ of two: groups and head_dim are padded in the tile only, by masked lanes that mo
 
 Bytes of a decode row: ``2 * num_kv_heads * head_dim * itemsize * visible keys``, plus its scales (8 bytes a slot and KV
 head, dynamic quantisation only), the block table once per KV head (cached), and ``8 * splits * num_heads * head_dim``
-for the float32 partials written and read, under 3% of the keys at ``MIN_SPLIT_TOKENS`` a split. Decode is bound by
-memory bandwidth, the tiles of long requests by the tensor cores.
+for the float32 partials written and read: 3% of bfloat16 keys for a group of 4 at ``MIN_SPLIT_TOKENS`` a split, less
+with longer splits. Decode is bound by memory bandwidth, the tiles of long requests by the tensor cores.
 
 Quantised keys are converted to the dtype of the products (exact) and their scales multiply scores and weights.
 """
@@ -51,6 +51,8 @@ MAX_SPLIT_TOKENS = 4096
 """Keys a split should not exceed at full length, so that one long row does not outlast a batch of short ones."""
 MAX_PARTIAL_ELEMENTS = 8192
 """Elements of the partials of one row that the merge holds in registers at once."""
+MAX_PARTIALS_BYTES = 128 * 2**20
+"""Memory for the partials of all requests, most of which is for splits that short rows do not fill."""
 MIN_ROWS = 16
 """Rows of the smallest tensor-core product."""
 MASKED_SCORE = -1e30
@@ -59,7 +61,9 @@ LOWEST_BEST = -1e29
 seen, and neither NaN nor a second mask can arise."""
 LOG2_E = math.log2(math.e)
 """Scores are kept times this, for exp2 is what the hardware has."""
-KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+FP8_CAPABILITY = 8.9
+"""GPUs from here on convert float8_e4m3fn; for others compilers abort, so that it is decoded by bit operations."""
+KV_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def ragged_paged_attention(
@@ -84,6 +88,7 @@ def ragged_paged_attention(
         NotImplementedError: for dtypes, head sizes and cache sizes that the Triton backend cannot take.
     """
     _refuse_unsupported(q, kv_cache, block_tables)
+    capability = None if interpret else _compute_capability()
     num_tokens, num_heads, head_dim = q.shape
     num_requests = block_tables.shape[0]
     static = _Static(
@@ -95,8 +100,8 @@ def ragged_paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         product_dtype=_product_dtype(q.dtype, kv_cache.dtype),
-        one_byte=kv_cache.dtype.itemsize == 1,
-        decodes_fp8=kv_cache.dtype == jnp.float8_e4m3fn and not _has_hardware_fp8(interpret),
+        kv_dtype=kv_cache.dtype,
+        decodes_fp8=kv_cache.dtype == jnp.float8_e4m3fn and (capability or 0.0) < FP8_CAPABILITY,
     )
     operands = {"q": q, "kv": kv_cache, "tables": block_tables, "seq_lens": seq_lens, "starts": cu_seqlens_q}
     if kv_scales is not None:
@@ -158,7 +163,7 @@ class _Static(NamedTuple):
     sliding_window: int | None
     soft_cap: float | None
     product_dtype: Any
-    one_byte: bool
+    kv_dtype: Any
     decodes_fp8: bool
 
     @property
@@ -202,13 +207,14 @@ def _make_tile(static: _Static, rows: int, chunk: int, num_warps: int, num_stage
 def _short_tile(static: _Static) -> _Tile:
     """As few rows as hold the group; a chunk of 16 KiB of keys, so that several programs share an SM.
 
-    Three stages load block ids one chunk ahead of keys, and those one ahead of their use. The conversion of one-byte
-    keys needs the registers that this takes.
+    Three stages load block ids one chunk ahead of the keys, and those one chunk ahead of their use.
     """
     rows = min(64, max(MIN_ROWS, pl.next_power_of_2(static.group)))
     elements = 8192 if static.product_dtype.itemsize == 2 else 4096
     chunk = min(128, max(16, elements // static.padded_dim))
-    return _make_tile(static, rows, chunk, num_warps=4, num_stages=2 if static.one_byte else 3)
+    # The hardware's conversion of float8_e4m3fn needs more registers than four warps have: they would spill.
+    converts = static.kv_dtype == jnp.float8_e4m3fn and not static.decodes_fp8
+    return _make_tile(static, rows, chunk, num_warps=8 if converts else 4, num_stages=3)
 
 
 def _long_tile(static: _Static) -> _Tile:
@@ -230,12 +236,15 @@ def _num_splits(static: _Static, tile: _Tile, num_kv_heads: int, table_shape: tu
     if static.sliding_window is not None:
         max_keys = min(max_keys, static.sliding_window + tile.queries + tile.chunk)
     wanted = max(TARGET_PROGRAMS // (num_requests * num_kv_heads * tile.head_tiles), max_keys // MAX_SPLIT_TOKENS)
-    most = min(max_keys // MIN_SPLIT_TOKENS, MAX_PARTIAL_ELEMENTS // static.padded_dim)
+    split_bytes = 4 * num_requests * num_kv_heads * tile.head_tiles * tile.rows * static.padded_dim
+    most = min(
+        max_keys // MIN_SPLIT_TOKENS, MAX_PARTIAL_ELEMENTS // static.padded_dim, MAX_PARTIALS_BYTES // split_bytes
+    )
     return 1 << max(1, min(wanted, most)).bit_length() - 1
 
 
 def _refuse_unsupported(q: Array, kv_cache: Array, block_tables: Array) -> None:
-    if q.dtype.name not in ("bfloat16", "float16", "float32"):
+    if q.dtype.name not in ("bfloat16", "float32"):
         raise NotImplementedError(f"queries of dtype {q.dtype.name}")
     if kv_cache.dtype.name not in KV_DTYPES:
         raise NotImplementedError(f"a KV cache of dtype {kv_cache.dtype.name}")
@@ -255,15 +264,12 @@ def _product_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
     return jnp.promote_types(q_dtype, kv_dtype)
 
 
-def _has_hardware_fp8(interpret: bool) -> bool:
-    """Whether every GPU here converts float8_e4m3fn (sm89 on). Compilers abort on it where it is missing."""
-    if interpret:
-        return True
+def _compute_capability() -> float | None:
+    """The lowest of the GPUs here; None without one (as when compiling for one elsewhere) or if it is no NVIDIA's."""
     try:
-        devices = jax.local_devices(backend="gpu")
-    except RuntimeError:
-        return False
-    return all(float(getattr(device, "compute_capability", 0)) >= 8.9 for device in devices)
+        return min(float(device.compute_capability) for device in jax.local_devices(backend="gpu"))
+    except (RuntimeError, ValueError, AttributeError):
+        return None
 
 
 def _long_tiles(
@@ -543,7 +549,7 @@ def _convert(static: _Static, stored: Array) -> Array:
     """Stored keys or values in the dtype of the products, without loss."""
     if not static.decodes_fp8:
         return stored.astype(static.product_dtype)
-    # Older GPUs: the seven bits of exponent and mantissa, shifted, are a float16 whose exponent is biased by 8 more.
+    # The seven bits of exponent and mantissa, shifted, are a float16 whose exponent is biased by 8 more.
     bits = lax.bitcast_convert_type(stored, jnp.int8).astype(jnp.int16)
     halves = lax.bitcast_convert_type(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), jnp.float16)
     values = halves.astype(jnp.float32) * 256.0

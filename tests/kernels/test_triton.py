@@ -27,7 +27,7 @@ STATIC = triton._Static(
     sliding_window=None,
     soft_cap=None,
     product_dtype=jnp.dtype("bfloat16"),
-    one_byte=False,
+    kv_dtype=jnp.dtype("bfloat16"),
     decodes_fp8=False,
 )
 
@@ -101,24 +101,26 @@ def test_more_splits_for_fewer_requests() -> None:
     assert count(32, 512) == 2
     assert count(256, 512) == 2, "no split is longer than MAX_SPLIT_TOKENS"
     assert count(256, 64) == 1
+    assert count(256, 8192) == 8, "the partials take no more than MAX_PARTIALS_BYTES"
     assert count(1, 8) == 1, "no split is shorter than MIN_SPLIT_TOKENS"
     assert count(1, 2048, window=512) == 2
 
 
 def test_decoded_float8_is_exact() -> None:
-    """GPUs before sm89 convert float8_e4m3fn by bit operations: all 256 values."""
+    """For GPUs before sm89 kernels convert float8_e4m3fn by bit operations: all 256 values."""
     stored = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
-    converted = triton._convert(STATIC._replace(one_byte=True, decodes_fp8=True), stored)
+    converted = triton._convert(STATIC._replace(kv_dtype=stored.dtype, decodes_fp8=True), stored)
     np.testing.assert_array_equal(np.asarray(converted, np.float32), np.asarray(stored).astype(np.float32))
 
 
-def test_decoded_float8_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "_has_hardware_fp8", lambda interpret: False)
+def test_float8_converted_by_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's default is to decode it."""
+    monkeypatch.setattr(triton, "FP8_CAPABILITY", 0.0)
 
-    def decoded(*args: Any, **options: Any) -> jax.Array:
+    def convert(*args: Any, **options: Any) -> jax.Array:
         return attend(*args, **options)
 
-    contract.check_error(decoded, contract.CASES["e4m3 dynamic q bf16"])
+    contract.check_error(convert, contract.CASES["e4m3 dynamic q bf16"])
 
 
 def abstract_arguments(
@@ -139,7 +141,7 @@ def abstract_arguments(
     [
         ({"head_dim": 320}, "head_dim 320"),
         ({"q_dtype": "float8_e5m2"}, "queries of dtype float8_e5m2"),
-        ({"kv_dtype": "int16"}, "KV cache of dtype int16"),
+        ({"kv_dtype": "float16"}, "KV cache of dtype float16"),
         ({"kv_dtype": "int8", "num_blocks": 400_000}, "between 2\\^31 and 2\\^32"),
     ],
 )
