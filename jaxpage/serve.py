@@ -34,7 +34,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--port", type=_number(int, 0, 65535), default=8000, help="0 picks a free one (default: %(default)s)"
     )
     group.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="key that /v1 routes ask for; may be repeated"
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key that /v1 and the cache's reset ask for; may be repeated",
     )
     group.add_argument(
         "--max-body-bytes",

@@ -211,8 +211,7 @@ class Replay:
         schedule = self.scheduler.schedule()
         self.result.host_s += time.perf_counter() - started
         self.result.num_scheduled += len(schedule.requests)
-        self.result.num_cut += len(self.scheduler.roster.ended)
-        self.scheduler.roster.ended.clear()
+        self.result.num_cut += len(self.scheduler.take_ended())
         return schedule
 
     def _begin(self, schedule: Schedule) -> _InFlight:
@@ -247,7 +246,7 @@ class Replay:
         started = time.perf_counter()
         self.scheduler.update(step.schedule, token_ids, step.candidates)
         self.result.host_s += time.perf_counter() - started
-        self.scheduler.roster.ended_searches.clear()
+        self.scheduler.take_ended_searches()
         for group in step.groups:
             if not group.requests:
                 self._arrivals.pop(group, None)

