@@ -16,7 +16,7 @@ from jaxpage.request import check_bool, check_float, check_int
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_IMPLEMENTATIONS = ("auto", "mosaic_tpu", "triton", "xla", "reference")
+ATTENTION_IMPLEMENTATIONS = ("auto", "mosaic_tpu", "mosaic_gpu", "triton", "xla", "reference")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-ORDER = {"tpu": ("mosaic_tpu", "xla"), "gpu": ("triton", "xla"), "cpu": ("xla",)}
-"""Implementations by preference, for each platform; a platform not named here takes what "cpu" takes."""
+ORDER = {"tpu": ("mosaic_tpu", "xla"), "gpu": ("mosaic_gpu", "triton", "xla"), "cpu": ("xla",)}
+"""Implementations by preference, for each platform; an operation may lack some. Other platforms take what "cpu" takes."""
 PORTABLE = ("xla", "reference")
 """Implementations in plain jax.numpy: they take every case, lower for every platform and are not probed."""
 LOWERING_PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
-MIN_CAPABILITY = {"triton": 8.0}
+MIN_CAPABILITY = {"mosaic_gpu": 9.0, "triton": 8.0}
 """Least compute capability of an NVIDIA GPU for an implementation."""
 
 logger = logging.getLogger("pallas_kernels")
@@ -92,6 +92,8 @@ def choose(
     structs = tuple((name, None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)) for name, x in arrays.items())
     refusals = {}
     for name in ORDER.get(platform, ORDER["cpu"]):
+        if name not in names:
+            continue
         try:
             function = _load(operation, name)
             if name not in PORTABLE:

@@ -21,8 +21,8 @@ from jaxpage.models.config import LayerSpec, ModelConfig
 from pallas_kernels import ragged_paged_attention, write_kv
 
 Params = dict[str, Any]
-KVCache = list[Float[Array, "num_blocks 2 K block_size H"]]
-"""One array a layer; index 0 of axis 1 holds keys, 1 values."""
+KVCache = list[Float[Array, "num_blocks K block_size 2*H"]]
+"""One array a layer; the row of a slot holds a key and beside it the value."""
 
 
 def forward(
@@ -53,14 +53,14 @@ def forward(
 @partial(jax.jit, static_argnums=(5, 6, 7))
 def _layer(
     params: Params,
-    kv_cache: Float[Array, "num_blocks 2 K block_size H"],
+    kv_cache: Float[Array, "num_blocks K block_size 2*H"],
     x: Float[Array, "T D"],
     inputs: ModelInputs,
     rope: Rotation,
     config: ModelConfig,
     spec: LayerSpec,
     attention_implementation: str,
-) -> tuple[Float[Array, "num_blocks 2 K block_size H"], Float[Array, "T D"]]:
+) -> tuple[Float[Array, "num_blocks K block_size 2*H"], Float[Array, "T D"]]:
     with jax.named_scope("attention"):
         normed = rms_norm(x, params["attention_norm"], config.norm_eps)
         qkv = linear(normed, params["qkv"], params.get("qkv_bias"))  # [T, K, G + 2, H]

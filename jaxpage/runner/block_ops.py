@@ -24,7 +24,7 @@ SMALL_BATCH, LARGE_BATCH = 4, 16
 """Blocks moved by one device call. Padding moves bytes too, so the small size bounds what is wasted, and the large one
 what a call keeps on the device beside the cache: about two copies of its blocks."""
 
-HostBlock = Float[Array, "L 2 K block_size H"]
+HostBlock = Float[Array, "L K block_size 2*H"]
 """One block of every layer, in the host's memory."""
 
 

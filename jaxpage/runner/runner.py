@@ -253,7 +253,7 @@ class Runner:
             return function.lower(self.params, self._cache_shapes(plan), self._state_shapes(), packed).compile()
 
     def _cache_shapes(self, plan: KVCachePlan) -> list[jax.ShapeDtypeStruct]:
-        shape = (plan.num_blocks, 2, self.model.num_kv_heads, plan.block_size, self.model.head_dim)
+        shape = (plan.num_blocks, self.model.num_kv_heads, plan.block_size, 2 * self.model.head_dim)
         dtype = jnp.dtype(self.config.kv_cache_dtype)
         return [jax.ShapeDtypeStruct(shape, dtype) for _ in range(self.model.num_layers)]
 

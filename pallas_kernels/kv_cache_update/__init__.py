@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int
 
 
 def write_kv(
-    kv_cache: Float[Array, "num_blocks 2 K block_size H"],
+    kv_cache: Float[Array, "num_blocks K block_size 2*H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     slot_mapping: Int[Array, " T"],
-) -> Float[Array, "num_blocks 2 K block_size H"]:
+) -> Float[Array, "num_blocks K block_size 2*H"]:
     """The cache with token t's key and value stored at ``slot_mapping[t]``.
 
     Args:
@@ -24,19 +24,19 @@ def write_kv(
     Returns:
         The updated cache, in place when the caller donates ``kv_cache``. Values are cast to the cache's dtype.
     """
-    block_size = kv_cache.shape[3]
-    kv = jax.numpy.stack([k, v], axis=1).astype(kv_cache.dtype)
+    block_size = kv_cache.shape[2]
+    kv = jax.numpy.concatenate([k, v], axis=-1).astype(kv_cache.dtype)
     if len(kv) == 1:
         # XLA turns a scatter of one row into a dynamic slice update, for which its CPU backend copies the whole cache.
         kv, slot_mapping = kv.repeat(2, axis=0), slot_mapping.repeat(2)
-    return kv_cache.at[slot_mapping // block_size, :, :, slot_mapping % block_size].set(kv, mode="promise_in_bounds")
+    return kv_cache.at[slot_mapping // block_size, :, slot_mapping % block_size].set(kv, mode="promise_in_bounds")
 
 
 def copy_blocks(
-    kv_cache: Float[Array, "num_blocks 2 K block_size H"],
+    kv_cache: Float[Array, "num_blocks K block_size 2*H"],
     sources: Int[Array, " n"],
     destinations: Int[Array, " n"],
-) -> Float[Array, "num_blocks 2 K block_size H"]:
+) -> Float[Array, "num_blocks K block_size 2*H"]:
     """The cache with block ``destinations[i]`` holding what block ``sources[i]`` holds in ``kv_cache``.
 
     All sources are read before any destination is written: a block may be source and destination at once.
@@ -51,17 +51,17 @@ def copy_blocks(
 
 
 def gather_blocks(
-    kv_cache: Float[Array, "num_blocks 2 K block_size H"], block_ids: Int[Array, " n"]
-) -> Float[Array, "n 2 K block_size H"]:
+    kv_cache: Float[Array, "num_blocks K block_size 2*H"], block_ids: Int[Array, " n"]
+) -> Float[Array, "n K block_size 2*H"]:
     """A copy of the blocks, in the order of ``block_ids``. An id may appear more than once; 0 serves as padding."""
     return kv_cache.at[block_ids].get(mode="promise_in_bounds")
 
 
 def scatter_blocks(
-    kv_cache: Float[Array, "num_blocks 2 K block_size H"],
-    blocks: Float[Array, "n 2 K block_size H"],
+    kv_cache: Float[Array, "num_blocks K block_size 2*H"],
+    blocks: Float[Array, "n K block_size 2*H"],
     block_ids: Int[Array, " n"],
-) -> Float[Array, "num_blocks 2 K block_size H"]:
+) -> Float[Array, "num_blocks K block_size 2*H"]:
     """The cache with ``blocks[i]`` stored as block ``block_ids[i]``: undoes ``gather_blocks``.
 
     Args:

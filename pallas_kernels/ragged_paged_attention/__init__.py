@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import dispatch
 
-IMPLEMENTATIONS = ("mosaic_tpu", "triton", "xla", "reference")
-"""Modules of this folder: ``mosaic_tpu`` for TPU, ``triton`` for NVIDIA GPUs, the other two for any platform."""
+IMPLEMENTATIONS = ("mosaic_tpu", "mosaic_gpu", "triton", "xla", "reference")
+"""Modules of this folder: ``mosaic_tpu`` for TPU, ``mosaic_gpu`` (Hopper, Blackwell) and ``triton`` for NVIDIA GPUs;
+the other two for any platform."""
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -37,7 +38,7 @@ class AttentionMetadata(NamedTuple):
 
 def ragged_paged_attention(
     q: Float[Array, "T N H"],
-    kv_cache: Num[Array, "num_blocks 2 K block_size H"],
+    kv_cache: Num[Array, "num_blocks K block_size 2*H"],
     metadata: AttentionMetadata,
     *,
     scale: float,
@@ -57,8 +58,9 @@ def ragged_paged_attention(
 
     Args:
         q: queries, request after request; tokens past ``cu_seqlens_q[-1]`` are padding.
-        kv_cache: index 0 of axis 1 holds keys, 1 values. The keys of the queries themselves are already written.
-            Slots that no request owns may hold anything, NaN included. An element stands for itself times its scale.
+        kv_cache: the row of a slot holds the key in its first head_dim columns, the value in the others. The keys of
+            the queries themselves are already written. Slots that no request owns may hold anything, NaN included. An
+            element stands for itself times its scale.
         scale: factor on the dot products.
         sliding_window: a query at position p sees keys at ``p - sliding_window + 1`` to p; None means all.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
@@ -91,7 +93,7 @@ def ragged_paged_attention(
     choice = dispatch.choose(
         "ragged_paged_attention", IMPLEMENTATIONS, arrays, options, implementation=implementation, platform=platform
     )
-    return choice.function(**arrays, **options)
+    return choice.function(**{name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}, **options)
 
 
 def explain(
@@ -131,11 +133,11 @@ def _arguments(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arrays and other arguments of an implementation by name, checked."""
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads = kv_cache.shape[2]
+    num_blocks, num_kv_heads, block_size, row = kv_cache.shape
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
-    if head_dim != kv_cache.shape[4]:
-        raise ValueError(f"head_dim of q is {head_dim}, of kv_cache {kv_cache.shape[4]}")
+    if 2 * head_dim != row:
+        raise ValueError(f"head_dim of q is {head_dim}, rows of kv_cache have {row} columns and not twice as many")
     if jnp.dtype(kv_cache.dtype).name not in KV_DTYPES:
         raise ValueError(f"kv_cache must be of one of {', '.join(KV_DTYPES)}, got {kv_cache.dtype}")
     if sliding_window is not None and sliding_window < 1:
@@ -144,8 +146,9 @@ def _arguments(
         raise ValueError(f"soft_cap must be above 0, got {soft_cap}")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks must have shape {(num_heads,)}, got {sinks.shape}")
-    if kv_scales is not None and kv_scales.shape != kv_cache.shape[:4]:
-        raise ValueError(f"kv_scales must have shape {kv_cache.shape[:4]}, got {kv_scales.shape}")
+    scales_shape = (num_blocks, 2, num_kv_heads, block_size)
+    if kv_scales is not None and kv_scales.shape != scales_shape:
+        raise ValueError(f"kv_scales must have shape {scales_shape}, got {kv_scales.shape}")
     if kv_scales is not None and (k_scale is not None or v_scale is not None):
         raise ValueError(f"kv_scales exclude k_scale and v_scale, got {k_scale} and {v_scale}")
     arrays = {"q": q, "kv_cache": kv_cache, **metadata._asdict(), "sinks": sinks, "kv_scales": kv_scales}

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Num
 
 def ragged_paged_attention(
     q: Float[Array, "T N H"],
-    kv_cache: Num[Array, "num_blocks 2 K block_size H"],
+    kv_cache: Num[Array, "num_blocks K block_size 2*H"],
     block_tables: Int[Array, "B max_blocks"],
     seq_lens: Int[Array, " B"],
     cu_seqlens_q: Int[Array, " B+1"],
@@ -27,13 +27,14 @@ def ragged_paged_attention(
 ) -> Float[Array, "T N H"]:
     """See ``pallas_kernels.ragged_paged_attention``, which this function defines."""
     num_tokens, num_heads, head_dim = q.shape
-    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    _, num_kv_heads, block_size, _ = kv_cache.shape
     num_requests, max_blocks = block_tables.shape
     group = num_heads // num_kv_heads
     key_positions = jnp.arange(max_blocks * block_size)
 
     def real_values(block_table: Int[Array, " max_blocks"], which: int) -> Float[Array, "K S H"]:
-        stored = kv_cache[block_table, which].astype(jnp.float32)  # [max_blocks, K, block_size, H]
+        stored = kv_cache[block_table].reshape(max_blocks, num_kv_heads, block_size, 2, head_dim)[..., which, :]
+        stored = stored.astype(jnp.float32)
         static_scale = (k_scale, v_scale)[which]
         if kv_scales is not None:
             stored = stored * kv_scales[block_table, which].astype(jnp.float32)[..., None]

@@ -32,7 +32,7 @@ seen, and neither NaN nor a second mask can arise."""
 
 def ragged_paged_attention(
     q: Float[Array, "T N H"],
-    kv_cache: Num[Array, "num_blocks 2 K block_size H"],
+    kv_cache: Num[Array, "num_blocks K block_size 2*H"],
     block_tables: Int[Array, "B max_blocks"],
     seq_lens: Int[Array, " B"],
     cu_seqlens_q: Int[Array, " B+1"],
@@ -143,7 +143,7 @@ class _Attend:
 
     def __init__(
         self,
-        kv_cache: Num[Array, "num_blocks 2 K block_size H"],
+        kv_cache: Num[Array, "num_blocks K block_size 2*H"],
         kv_scales: Float[Array, "num_blocks 2 K block_size"] | None,
         sinks: Float[Array, " N"] | None,
         *,
@@ -152,10 +152,10 @@ class _Attend:
         sliding_window: int | None,
         soft_cap: float | None,
     ) -> None:
-        self.num_kv_heads, self.block_size, self.head_dim = kv_cache.shape[2:]
-        # Keys of block b are row 2b and its values row 2b + 1: each is gathered without touching the other.
-        self.halves = kv_cache.reshape(-1, *kv_cache.shape[2:])
-        self.scales_of_halves = None if kv_scales is None else kv_scales.reshape(-1, *kv_scales.shape[2:])
+        self.num_kv_heads, self.block_size = kv_cache.shape[1:3]
+        self.head_dim = kv_cache.shape[3] // 2
+        self.kv_cache = kv_cache
+        self.kv_scales = kv_scales
         self.sinks = sinks
         self.scale = scale
         self.out_scale = out_scale
@@ -192,7 +192,7 @@ class _Attend:
         q = jnp.moveaxis(q, 1, 2).reshape(num_rows, self.num_kv_heads, num_queries * group, head_dim)
         pieces = 1 if join_blocks else num_blocks
         # The dot products of quantised keys are those of what is stored, exact in any type of query.
-        dot_dtype = dtype if self.halves.dtype.itemsize == 1 else self.halves.dtype
+        dot_dtype = dtype if self.kv_cache.dtype.itemsize == 1 else self.kv_cache.dtype
         q = jnp.broadcast_to(q[:, None], (num_rows, pieces, *q.shape[1:])).astype(dot_dtype)
         query_positions = jnp.repeat(positions, group, axis=1)[:, None, None, :, None]  # [R, 1, 1, Q * G, 1]
 
@@ -248,7 +248,7 @@ class _Attend:
     ) -> _Softmax:
         """Takes the keys and values of some blocks into the running softmax."""
         # The barrier keeps the gathers whole copies, which read far faster than gathers fused into dot operands.
-        keys, values = lax.optimization_barrier((self._gather(ids * 2), self._gather(ids * 2 + 1)))
+        keys, values = lax.optimization_barrier((self._gather(ids, 0), self._gather(ids, 1)))
         if join_blocks:
             keys, values = self._join(keys), self._join(values)
         if keys.dtype != q.dtype:
@@ -258,8 +258,8 @@ class _Attend:
         scores = lax.dot_general(
             q, keys, (((4,), (4,)), ((0, 1, 2), (0, 1, 2))), precision, preferred_element_type=jnp.float32
         )
-        if self.scales_of_halves is not None:
-            scores = scores * self._gather_scales(ids * 2, join_blocks)
+        if self.kv_scales is not None:
+            scores = scores * self._gather_scales(ids, 0, join_blocks)
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
         scores = jnp.where(mask, scores, MASKED_SCORE)
@@ -270,18 +270,27 @@ class _Attend:
         seen = jnp.swapaxes(jnp.any(mask, axis=3, keepdims=True), 3, 4)
         values = jnp.where(seen, values, 0).astype(jnp.float32)
         total = softmax.total * decay + jnp.sum(weights, axis=(1, 4))
-        if self.scales_of_halves is not None:
-            scales = self._gather_scales(ids * 2 + 1, join_blocks)
+        if self.kv_scales is not None:
+            scales = self._gather_scales(ids, 1, join_blocks)
             weights = weights * jnp.where(jnp.swapaxes(seen, 3, 4), scales, 0.0)
         update = lax.dot_general(weights, values, (((4,), (3,)), ((0, 1, 2), (0, 1, 2))), precision).sum(axis=1)
         return _Softmax(best, total, softmax.out * decay[..., None] + update)
 
-    def _gather(self, ids: Int[Array, "R blocks"]) -> Float[Array, "R blocks K block_size H"]:
-        return self.halves.at[ids].get(mode="promise_in_bounds")
+    def _gather(self, ids: Int[Array, "R blocks"], half: int) -> Float[Array, "R blocks K block_size H"]:
+        """Keys (half 0) or values (half 1) of some blocks; the other half is not touched."""
+        return lax.gather(
+            self.kv_cache,
+            jnp.stack([ids, jnp.full_like(ids, half * self.head_dim)], axis=-1),
+            lax.GatherDimensionNumbers(offset_dims=(2, 3, 4), collapsed_slice_dims=(0,), start_index_map=(0, 3)),
+            slice_sizes=(1, self.num_kv_heads, self.block_size, self.head_dim),
+            mode="promise_in_bounds",
+        )
 
-    def _gather_scales(self, ids: Int[Array, "R blocks"], join_blocks: bool) -> Float[Array, "R pieces K 1 S"]:
-        assert self.scales_of_halves is not None
-        scales = self.scales_of_halves.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
+    def _gather_scales(
+        self, ids: Int[Array, "R blocks"], half: int, join_blocks: bool
+    ) -> Float[Array, "R pieces K 1 S"]:
+        assert self.kv_scales is not None
+        scales = self.kv_scales.at[ids, half].get(mode="promise_in_bounds").astype(jnp.float32)
         if join_blocks:
             scales = jnp.moveaxis(scales, 2, 1).reshape(len(ids), 1, self.num_kv_heads, -1)
         return scales[:, :, :, None]

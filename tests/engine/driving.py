@@ -148,7 +148,7 @@ def poison(value: float) -> Callable[[Engine], None]:
 
 @jax.jit
 def _overwrite(kv_cache: list[jax.Array], is_free: jax.Array, value: float) -> list[jax.Array]:
-    return [jnp.where(is_free[:, None, None, None, None], value, layer) for layer in kv_cache]
+    return [jnp.where(is_free[:, None, None, None], value, layer) for layer in kv_cache]
 
 
 def assert_same_scores(

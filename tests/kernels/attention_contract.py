@@ -137,10 +137,8 @@ def arguments(
     """
     layout = np.random.default_rng(seed)
     num_blocks, size = case.num_rows * case.max_blocks + 1, case.block_size
-    shape = (num_blocks, 2, case.num_kv_heads, size, case.head_dim)
-    kv_dtype = _dtype(case.kv_dtype)
-    kv_cache = np.zeros(shape, kv_dtype)
-    kv_scales = np.zeros(shape[:-1], np.float32)
+    kv_cache = np.zeros((num_blocks, case.num_kv_heads, size, 2 * case.head_dim), _dtype(case.kv_dtype))
+    kv_scales = np.zeros((num_blocks, 2, case.num_kv_heads, size), np.float32)
     if poisoned:
         kv_cache[:] = 127 if case.kv_dtype == "int8" else np.nan
         kv_scales[:] = np.nan
@@ -158,9 +156,11 @@ def arguments(
         tables[row, : len(blocks)] = blocks
         seq_lens[row], cu_seqlens_q[row] = length, first
         q[first : first + count] = content.standard_normal((count, *q.shape[1:])).astype(q.dtype)
-        stored, scales = _quantise(content.standard_normal((length, 2, *shape[2:3], case.head_dim)), case)
-        at = blocks[np.arange(length) // size], slice(None), slice(None), np.arange(length) % size
-        kv_cache[at], kv_scales[at] = stored, scales
+        real = content.standard_normal((length, 2, case.num_kv_heads, case.head_dim))
+        stored, scales = _quantise(real, case)  # [S, 2, K, H] and [S, 2, K]
+        block_ids, offsets = blocks[np.arange(length) // size], np.arange(length) % size
+        kv_cache[block_ids, :, offsets] = np.concatenate([stored[:, 0], stored[:, 1]], axis=-1)
+        kv_scales[block_ids, :, :, offsets] = scales
         first += count
     sinks = np.random.default_rng(1).standard_normal(case.num_heads).astype(q.dtype) if case.sinks else None
     scales = kv_scales if case.scales == "dynamic" else None

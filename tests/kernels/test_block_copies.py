@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks
 
-SHAPE = (7, 2, 2, 4, 8)
+SHAPE = (7, 2, 4, 16)
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def make_case(
     """
     random = np.random.default_rng(seed)
     size, num_blocks = geometry.block_size, CACHE_TOKENS // geometry.block_size
-    shape = (num_blocks, 2, geometry.num_kv_heads, size, geometry.head_dim)
+    shape = (num_blocks, geometry.num_kv_heads, size, 2 * geometry.head_dim)
     kv_cache = np.full(shape, np.nan, np.float32)
     free = list(random.permutation(np.arange(1, num_blocks)))
     shared = [free.pop() for _ in range(num_shared_blocks)]
@@ -110,11 +110,11 @@ def make_case(
         blocks = shared + [free.pop() for _ in range(-(-length // size) - num_shared_blocks)]
         tables[row, : len(blocks)] = blocks
         for position in range(num_shared_blocks * size, length):
-            entry = random.standard_normal((2, geometry.num_kv_heads, geometry.head_dim))
-            kv_cache[blocks[position // size], :, :, position % size] = entry
-        own = np.moveaxis(kv_cache[blocks], 3, 1).reshape(-1, 2, *shape[2:3], shape[4])[:length]
-        keys.append(own[:, 0])
-        values.append(own[:, 1])
+            entry = random.standard_normal((geometry.num_kv_heads, 2 * geometry.head_dim))
+            kv_cache[blocks[position // size], :, position % size] = entry
+        own = np.moveaxis(kv_cache[blocks], 2, 1).reshape(-1, *shape[1:2], shape[3])[:length]
+        keys.append(own[..., : geometry.head_dim])
+        values.append(own[..., geometry.head_dim :])
     lengths = np.zeros(num_rows, np.int32)
     lengths[: len(requests)] = [length for _, length in requests]
     starts = np.full(num_rows + 1, sum(count for count, _ in requests), np.int32)
@@ -184,9 +184,10 @@ def test_reference_agrees_with_the_oracle_on_sinks_and_scales(name: str) -> None
     (q, kv_cache, tables, seq_lens, cu_seqlens_q), keywords = arguments(spec)
     scales = keywords["kv_scales"]
     if scales is None:
-        scales = np.ones(kv_cache.shape[:4])
+        scales = np.ones((len(kv_cache), 2, *kv_cache.shape[1:3]))
         scales *= np.array([keywords["k_scale"] or 1.0, keywords["v_scale"] or 1.0])[:, None, None]
-    real = np.moveaxis(kv_cache.astype(float) * scales[..., None], 3, 1)  # [num_blocks, block_size, 2, K, H]
+    stored = np.stack(np.split(kv_cache.astype(float), 2, axis=-1), axis=1)
+    real = np.moveaxis(stored * scales[..., None], 3, 1)  # [num_blocks, block_size, 2, K, H]
     owned = [
         real[table].reshape(-1, *real.shape[2:])[:length]
         for table, length in zip(tables[: len(spec.requests)], seq_lens, strict=False)
@@ -267,8 +268,8 @@ class TestContract:
             second.q[row] = first.q[row]
             for position in range(100):
                 block, offset = divmod(position, SMALL.block_size)
-                source = first.kv_cache[first.metadata.block_tables[row, block], :, :, offset]
-                second.kv_cache[second.metadata.block_tables[row, block], :, :, offset] = source
+                source = first.kv_cache[first.metadata.block_tables[row, block], :, offset]
+                second.kv_cache[second.metadata.block_tables[row, block], :, offset] = source
             np.testing.assert_array_equal(attend(implementation, second, scale=0.25)[row], alone)
 
     def test_growing_contexts_do_not_compile_again(self, implementation: str) -> None:
@@ -305,7 +306,9 @@ class TestArguments:
 
     def test_heads_of_another_size(self) -> None:
         case = make_case(SMALL, [(1, 1)])
-        with pytest.raises(ValueError, match="head_dim of q is 8, of kv_cache 16"):
+        with pytest.raises(
+            ValueError, match="head_dim of q is 8, rows of kv_cache have 32 columns and not twice as many"
+        ):
             ragged_paged_attention(case.q[:, :, :8], case.kv_cache, case.metadata, scale=1.0)
 
     def test_cache_of_a_type_that_means_nothing(self) -> None:
@@ -316,7 +319,7 @@ class TestArguments:
 
 SMALL_CALL: tuple[Any, ...] = (
     jax.ShapeDtypeStruct((2, 4, 16), jnp.float32),
-    jax.ShapeDtypeStruct((8, 2, 2, 16, 16), jnp.bfloat16),
+    jax.ShapeDtypeStruct((8, 2, 16, 32), jnp.bfloat16),
     AttentionMetadata(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,), (3,)))),  # type: ignore[arg-type]
 )
 
@@ -331,6 +334,8 @@ class TestDispatch:
             kernel.__module__ = module.__name__
             module.ragged_paged_attention = kernel  # type: ignore[attr-defined]
             monkeypatch.setitem(sys.modules, module.__name__, module)
+            contract = sys.modules["pallas_kernels.ragged_paged_attention"]
+            monkeypatch.setattr(contract, "IMPLEMENTATIONS", ("kernel", "xla"))
             monkeypatch.setitem(dispatch.ORDER, platform, ("kernel", "xla"))
 
         yield install
@@ -438,7 +443,7 @@ class TestDispatch:
     def test_the_environment_shows_the_choices(self) -> None:
         program = (
             "import jax, jax.numpy as jnp; from pallas_kernels.ragged_paged_attention import *;"
-            "explain(jnp.zeros((1, 1, 64)), jnp.zeros((2, 2, 1, 8, 64)), "
+            "explain(jnp.zeros((1, 1, 64)), jnp.zeros((2, 1, 8, 128)), "
             "AttentionMetadata(jnp.zeros((1, 1), int), jnp.zeros(1, int), jnp.zeros(2, int)), scale=1.0)"
         )
         result = subprocess.run(

@@ -28,15 +28,14 @@ def expected_cache(cache: np.ndarray, k: np.ndarray, v: np.ndarray, slots: list[
     cache = cache.copy()
     for token, slot in enumerate(slots):
         block, offset = divmod(slot, BLOCK_SIZE)
-        cache[block, 0, :, offset] = k[token]
-        cache[block, 1, :, offset] = v[token]
+        cache[block, :, offset] = np.concatenate([k[token], v[token]], axis=-1)
     return cache
 
 
 @pytest.mark.parametrize("slots", [[9], [4, 5, 6, 7, 8], [23, 4, 11, 17], [12, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_token_lies_in_its_slot_and_nothing_else_changes(slots: list[int], dtype: Any) -> None:
-    cache = np.asarray(jnp.asarray(random_values(NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), dtype))
+    cache = np.asarray(jnp.asarray(random_values(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM), dtype))
     k, v = (random_values(len(slots), NUM_KV_HEADS, HEAD_DIM, seed=seed) for seed in (1, 2))
     written = donating()(jnp.asarray(cache), jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots, jnp.int32))
     assert written.dtype == dtype
@@ -46,7 +45,7 @@ def test_every_token_lies_in_its_slot_and_nothing_else_changes(slots: list[int],
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_a_donated_cache_is_updated_in_place(num_tokens: int) -> None:
-    cache = jnp.zeros((NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM))
+    cache = jnp.zeros((NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM))
     k, v = (jnp.asarray(random_values(num_tokens, NUM_KV_HEADS, HEAD_DIM, seed=seed)) for seed in (1, 2))
     slots = jnp.arange(4, 4 + num_tokens)
     address = cache.unsafe_buffer_pointer()
@@ -57,7 +56,7 @@ def test_a_donated_cache_is_updated_in_place(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_the_program_does_not_copy_the_cache(num_tokens: int) -> None:
-    cache = jax.ShapeDtypeStruct((NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), jnp.float32)
+    cache = jax.ShapeDtypeStruct((NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM), jnp.float32)
     token = jax.ShapeDtypeStruct((num_tokens, NUM_KV_HEADS, HEAD_DIM), jnp.float32)
     program = donating().lower(cache, token, token, jax.ShapeDtypeStruct((num_tokens,), jnp.int32)).compile()
     memory = program.memory_analysis()
@@ -66,7 +65,7 @@ def test_the_program_does_not_copy_the_cache(num_tokens: int) -> None:
 
 
 def test_without_donation_the_old_cache_stays() -> None:
-    cache = jnp.zeros((NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM))
+    cache = jnp.zeros((NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM))
     one = jnp.ones((2, NUM_KV_HEADS, HEAD_DIM))
     written = write_kv(cache, one, one, jnp.asarray([4, 9]))
     assert float(cache.sum()) == 0

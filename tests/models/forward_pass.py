@@ -32,7 +32,7 @@ class ForwardPass:
         """Logits of all positions, computed ``step_sizes[i]`` tokens at a time; a step is padded to a bucket."""
         assert sum(step_sizes) == len(token_ids)
         config = self.config
-        shape = (self.num_blocks, 2, config.num_kv_heads, self.block_size, config.head_dim)
+        shape = (self.num_blocks, config.num_kv_heads, self.block_size, 2 * config.head_dim)
         # What nobody has written must not be read.
         cache = [jnp.full(shape, jnp.nan, jnp.float32) for _ in config.layers]
         block_table = np.arange(self.num_blocks - 1, 0, -1, dtype=np.int32)

@@ -39,7 +39,7 @@ def test_step_lowers(platform: str, dtype: str) -> None:
             node = node[part]
         node[name] = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
     cache = [
-        jax.ShapeDtypeStruct((9, 2, config.num_kv_heads, 16, config.head_dim), jnp.dtype(dtype)) for _ in config.layers
+        jax.ShapeDtypeStruct((9, config.num_kv_heads, 16, 2 * config.head_dim), jnp.dtype(dtype)) for _ in config.layers
     ]
     shape = jax.ShapeDtypeStruct
     state = SamplingState(
