@@ -4,13 +4,18 @@ One folder an operation: ``__init__`` holds the public function, which is the co
 plain float32 jax.numpy, and every other file is an implementation of the same function.
 """
 
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.kv_cache_update import copy_blocks, gather_blocks, scatter_blocks, write_kv
+from pallas_kernels.quantized_matmul import QuantizedWeight, quantized_matmul
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, ragged_paged_attention
 
 __all__ = [
     "AttentionMetadata",
+    "QuantizedWeight",
     "copy_blocks",
     "gather_blocks",
+    "grouped_matmul",
+    "quantized_matmul",
     "ragged_paged_attention",
     "scatter_blocks",
     "write_kv",

@@ -1,13 +1,17 @@
 """The one place that picks the implementation of an operation: in order of preference, passing over what refuses.
 
 It must not know what any operation computes, only where the implementations lie: operation ``op`` is the folder
-``pallas_kernels/op``, and each implementation a module in it with a function named ``op``.
+``pallas_kernels/op``, and each implementation a module in it with a function named ``op``; a folder of several
+operations has ``op.name``, the function ``name`` of such a module.
 
 How "auto" picks. Implementations in ``PORTABLE`` take every case on every platform. Those before them in ``ORDER`` are
 kernels for one platform, which take part only if their module imports (JAX may lack the backend), the device suits and
 a probe passes: the call, by shapes alone, is traced, lowered for the platform and, where a device of that platform is
 at hand, compiled. A kernel that raises NotImplementedError, or that this JAX or this chip cannot compile, is passed
 over with its reason and never breaks the program around it. A probe runs once a shape; CPU has none.
+
+Which device. That of the abstract mesh around the call, if it names one, else the one at hand. Without either a probe
+for "gpu" lowers for an H100; the program itself JAX from 0.11 on then lowers inside such a mesh only.
 
 Which platform. JAX tells a traced function nothing about the platform it will be lowered for, so it is the
 ``platform`` argument or else that of the default device (``jax.default_device``, ``jax.default_backend()``). A program
@@ -26,13 +30,16 @@ import functools
 import importlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.targets import TARGETS, compute_capability
+
 ORDER = {"tpu": ("mosaic_tpu", "xla"), "gpu": ("mosaic_gpu", "triton", "xla"), "cpu": ("xla",)}
-"""Implementations by preference, for each platform; an operation may lack some. Other platforms take what "cpu" takes."""
+"""Implementations by preference, for each platform; an operation may lack some. Other platforms take "cpu"'s."""
 PORTABLE = ("xla", "reference")
 """Implementations in plain jax.numpy: they take every case, lower for every platform and are not probed."""
 LOWERING_PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
@@ -71,7 +78,7 @@ def choose(
     """Picks the implementation of a call, at trace time.
 
     Args:
-        operation: a folder of this package.
+        operation: a folder of this package, or ``folder.function``.
         names: its implementations.
         arrays: array arguments by name, or their ``jax.ShapeDtypeStruct``; None for one left out.
         options: the other arguments by name, hashable.
@@ -89,6 +96,7 @@ def choose(
     if implementation != "auto":
         return Choice(implementation, _load(operation, implementation), {})
     platform = platform or default_platform()
+    device_kind = _abstract_device_kind()
     structs = tuple((name, None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)) for name, x in arrays.items())
     refusals = {}
     for name in ORDER.get(platform, ORDER["cpu"]):
@@ -98,7 +106,9 @@ def choose(
             function = _load(operation, name)
             if name not in PORTABLE:
                 _check_device(name, platform)
-                refusal = _probe(function, structs, tuple(options.items()), platform, _has_device(platform))
+                refusal = _probe(
+                    function, structs, tuple(options.items()), platform, device_kind, _has_device(platform)
+                )
                 if refusal:
                     raise NotImplementedError(refusal)
         except NotImplementedError as error:
@@ -118,23 +128,38 @@ def default_platform() -> str:
 
 def _load(operation: str, name: str) -> Callable[..., Any]:
     """The function of an implementation. A kernel whose backend this JAX lacks, or names otherwise, is unavailable."""
+    folder, _, function = operation.partition(".")
+    if name == "triton":
+        # Said by JAX from 0.11 on whenever such a kernel is lowered; it must not end programs run with -W error.
+        message = "The Pallas Triton backend is deprecated"
+        warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
     try:
-        module = importlib.import_module(f"pallas_kernels.{operation}.{name}")
+        module = importlib.import_module(f"pallas_kernels.{folder}.{name}")
     except (ImportError, AttributeError) as error:
         raise NotImplementedError(f"cannot be imported: {error}") from error
-    return getattr(module, operation)
+    return getattr(module, function or folder)
 
 
 def _has_device(platform: str) -> bool:
-    return jax.devices()[0].platform == platform
+    """Whether a device of the kind that is traced for is here."""
+    device = jax.devices()[0]
+    return device.platform == platform and _abstract_device_kind() in (None, getattr(device, "device_kind", None))
+
+
+def _abstract_device_kind() -> str | None:
+    """Kind of device of the abstract mesh around the call: what it is traced for, be it here or not."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return None if device is None else device.device_kind
 
 
 def _check_device(name: str, platform: str) -> None:
-    """Raises NotImplementedError if the device at hand is too old; one that is not at hand is not judged."""
+    """Raises NotImplementedError if the device traced for is too old; one that is not known is not judged."""
     least = MIN_CAPABILITY.get(name)
-    if least is None or not _has_device(platform):
+    capability: Any = compute_capability()
+    if least is None or (capability is None and not _has_device(platform)):
         return
-    capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    if capability is None:
+        capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
     try:
         suits = float(capability) >= least
     except ValueError:  # other vendors name theirs
@@ -149,15 +174,25 @@ def _probe(
     structs: tuple[tuple[str, jax.ShapeDtypeStruct | None], ...],
     options: tuple[tuple[str, Any], ...],
     platform: str,
+    device_kind: str | None,
     has_device: bool,
 ) -> str | None:
-    """Why a kernel does not take a case; None if it compiles, or lowers where there is no device to compile for."""
+    """Why a kernel does not take a case; None if it compiles, or lowers where there is no device to compile for.
+
+    Args:
+        device_kind: that of the abstract mesh around the call, if any; what JAX lowers depends on it.
+    """
     jitted = jax.jit(functools.partial(function, **dict(options)))
     try:
         if has_device:
             jitted.trace(**dict(structs)).lower().compile()
         else:
-            with jax.default_device(None):  # it may be the name of a platform without devices
+            mesh = jax.sharding.get_abstract_mesh()
+            if platform == "gpu" and device_kind is None and mesh.empty:
+                device = jax.sharding.AbstractDevice(TARGETS["h100"].device_kind, None, "gpu")
+                mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=device)
+            # The default device may be the name of a platform without devices.
+            with jax.default_device(None), jax.sharding.use_abstract_mesh(mesh):
                 jitted.trace(**dict(structs)).lower(lowering_platforms=(LOWERING_PLATFORMS[platform],))
     except NotImplementedError as error:
         return str(error) or "not implemented"
