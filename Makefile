@@ -1,6 +1,6 @@
-# make serve | test | lint | bench | clean. Needs make and Python 3.11 to 3.14; everything else goes into $(VENV).
+# make serve | test | lint | bench | aot | clean. Needs make and Python 3.11 to 3.14; everything else goes into $(VENV).
 #   make PYTHON=python3.13 ...      another Python (the virtual environment is built again if it has a different one)
-#   make serve ARGS="--port 9000"   options for what runs; also for test and bench
+#   make serve ARGS="--port 9000"   options for what runs; also for test, bench and aot
 
 VENV ?= .venv
 PYTHON ?=
@@ -10,6 +10,7 @@ CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14
 RUN := $(VENV)/bin/python
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
+PLAN := $(VENV)/.installed-plan
 # Exists while an install runs: where one stays behind, the environment is half made and is made again.
 BUSY := $(VENV)/.installing
 
@@ -20,7 +21,7 @@ PROBE := $(call probe,$(if $(PYTHON),99,15))
 HAVE := $(shell $(RUN) -c $(call probe,99) 2>/dev/null)
 WANT := $(if $(PYTHON),$(shell $(PYTHON) -c $(PROBE) 2>/dev/null),$(HAVE))
 
-.PHONY: help serve test lint bench clean
+.PHONY: help serve test lint bench aot clean
 .NOTPARALLEL:
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo "make test    run the tests (ARGS: options of pytest)"
 	@echo "make lint    check formatting, lint and types"
 	@echo "make bench   measure throughput and latency here (ARGS: options of both benchmarks)"
+	@echo "make aot     compile the kernels for chips that are not here (ARGS: options of pallas_kernels.aot)"
 	@echo "make clean   remove the virtual environments and caches"
 
 serve: $(BASE)
@@ -45,6 +47,9 @@ bench: $(BASE)
 	@$(RUN) -m jaxpage.benchmarks.throughput $(ARGS)
 	@$(RUN) -m jaxpage.benchmarks.latency $(ARGS)
 
+aot: $(PLAN)
+	@$(RUN) -m pallas_kernels.aot $(ARGS)
+
 clean:
 	@echo "Removing $(VENV), .venv-newest and caches"
 	@rm -rf $(VENV) .venv-newest build dist .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
@@ -52,14 +57,15 @@ clean:
 
 # An environment that is half made, does not run or is not of the Python asked for is mended, whatever its stamps say.
 ifneq ($(or $(HAVE),none)$(wildcard $(BUSY)),$(WANT))
-.PHONY: $(BASE) $(DEV)
+.PHONY: $(BASE) $(DEV) $(PLAN)
 endif
 
 $(BASE): SPEC := .
 $(DEV): SPEC := .[dev]
-$(DEV): STAMPS := $(BASE)
+$(PLAN): SPEC := .[plan]
+$(DEV) $(PLAN): STAMPS := $(BASE)
 
-$(BASE) $(DEV): pyproject.toml constraints.txt
+$(BASE) $(DEV) $(PLAN): pyproject.toml constraints.txt
 	@set -e; \
 	if [ -e $(BUSY) ] || [ "$(or $(HAVE),none)" != "$(WANT)" ] || ! $(RUN) -m pip --version >/dev/null 2>&1; then \
 	  found=; bare=; \
