@@ -15,4 +15,6 @@ TINY_FAMILIES = (
     "qwen2",
     "qwen3",
     "gemma3_text",
+    "mixtral",
+    "qwen3_moe",
 )

@@ -29,6 +29,7 @@ from jaxpage.tokenizer import Tokenizer
 from jaxpage.weights.builtin import cache_directory
 from jaxpage.weights.loader import dummy_params, load_params
 from jaxpage.weights.source import open_checkpoint, resolve_model
+from pallas_kernels import QuantizedWeight
 
 logger = logging.getLogger("jaxpage")
 
@@ -70,13 +71,14 @@ def _build(args: EngineArgs) -> LoadedEngine:
     tokenizer = tokenizer_source.load_tokenizer()
     with StartupProgress() as progress:
         if is_dummy:
-            params = dummy_params(model, specs, config.dtype, device, args.seed)
+            params = dummy_params(model, specs, config.dtype, device, args.seed, config.quantization)
         else:
-            params = load_params(checkpoint, model, specs, config.dtype, device, progress)
+            params = load_params(checkpoint, model, specs, config.dtype, device, progress, config.quantization)
         weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         logger.info(
             "Loaded %s (%s, %d layers, %s of %s weights) on %s in %.1f s",
-            args.model, model.model_type, model.num_layers, gib(weight_bytes), config.dtype, device.device_kind,
+            args.model, model.model_type, model.num_layers, gib(weight_bytes),
+            " and ".join(filter(None, (config.dtype, config.quantization))), device.device_kind,
             time.monotonic() - started,
         )  # fmt: skip
         runner = Runner(args, model, config, params, device, progress)
@@ -108,7 +110,9 @@ RATES = {"cpu": (1e11, 4e9), "gpu": (2e14, 2e10), "tpu": (2e14, 1e10)}
 def preemption_policy(mode: str, params: Any, bytes_per_block: int, platform: str) -> PreemptionPolicy:
     """Two operations a parameter to compute a token again, against the bytes of a block over the bus."""
     operations_per_s, bytes_per_s = RATES.get(platform, RATES["gpu"])
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    # A quantised weight's size is that of what it stands for.
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QuantizedWeight))
+    num_params = sum(leaf.size for leaf in leaves)
     return PreemptionPolicy(mode, 2 * num_params / operations_per_s, bytes_per_block / bytes_per_s)
 
 

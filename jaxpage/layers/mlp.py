@@ -7,7 +7,7 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float
 
-from jaxpage.layers.linear import linear
+from jaxpage.layers.linear import Weight, linear
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -19,12 +19,15 @@ ACTIVATIONS = {
 
 def gated_mlp(
     x: Float[Array, "T D"],
-    gate_up: Float[Array, "2 F D"],
-    down: Float[Array, "D F"],
+    gate_up: Weight,
+    down: Weight,
     activation: str,
     gate_up_bias: Float[Array, "2 F"] | None = None,
     down_bias: Float[Array, " D"] | None = None,
 ) -> Float[Array, "T D"]:
-    """``down(activation(gate(x)) * up(x))`` (Shazeer, 2020), ``activation`` a key of ACTIVATIONS."""
+    """``down(activation(gate(x)) * up(x))`` (Shazeer, 2020), ``activation`` a key of ACTIVATIONS.
+
+    Weights are [2, F, D] and [D, F].
+    """
     both = linear(x, gate_up, gate_up_bias)
     return linear(ACTIVATIONS[activation](both[:, 0]) * both[:, 1], down, down_bias)

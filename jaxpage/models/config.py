@@ -55,6 +55,21 @@ class RopeSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsSpec:
+    """The experts that take the place of a layer's MLP.
+
+    Attributes:
+        intermediate_size: of each expert.
+        norm_topk_prob: the weights of a token's experts are made to sum to 1.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """What one decoder layer does.
 
@@ -63,6 +78,7 @@ class LayerSpec:
         qk_norm: RMS norm of each query and key head before rope.
         qkv_bias, output_bias, mlp_bias: biases of the projections.
         post_norms: a second pair of norms, on the outputs of attention and MLP before they are added.
+        experts: a mixture of experts instead of one MLP, without biases.
     """
 
     rope: RopeSpec
@@ -73,6 +89,7 @@ class LayerSpec:
     mlp_bias: bool = False
     activation: Activation = "silu"
     post_norms: bool = False
+    experts: ExpertsSpec | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +124,3 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
-
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values one token takes in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize

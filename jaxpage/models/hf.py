@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from jaxpage.errors import shown
-from jaxpage.models.config import Activation, LayerSpec, ModelConfig, RopeSpec, UnsupportedModelError
+from jaxpage.models.config import Activation, ExpertsSpec, LayerSpec, ModelConfig, RopeSpec, UnsupportedModelError
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -100,6 +100,15 @@ class HFConfig:
     def window(self) -> int | None:
         """The sliding window in tokens, if the checkpoint uses one."""
         return self.integer("sliding_window") if self.values.get("sliding_window") else None
+
+    def experts(self, num_experts: int, norm_topk_prob: bool, size_key: str = "intermediate_size") -> ExpertsSpec:
+        """A mixture of ``num_experts``, whose size is under ``size_key``."""
+        per_token = self.integer("num_experts_per_tok")
+        if per_token > num_experts:
+            raise UnsupportedModelError(
+                f"config.json: num_experts_per_tok {per_token} is above the number of experts {num_experts}"
+            )
+        return ExpertsSpec(num_experts, per_token, self.integer(size_key), norm_topk_prob)
 
     def model_config(
         self, generation_config: Mapping[str, Any], layers: tuple[LayerSpec, ...], **overrides: Any

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.errors import shown
-from jaxpage.models import gemma3, llama, mistral, qwen2, qwen3
+from jaxpage.models import gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from jaxpage.models.config import ModelConfig, UnsupportedModelError
-from jaxpage.models.weight_map import ParamSpec, param_specs
+from jaxpage.models.weight_map import QWEN_EXPERTS, ParamSpec, param_specs
 
-FAMILIES = (llama, mistral, qwen2, qwen3, gemma3)
+FAMILIES = (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3)
 ARCHITECTURES = {name: family for family in FAMILIES for name in family.ARCHITECTURES}
 
 
@@ -36,4 +36,4 @@ def build_config(
             f"config.json: layer_types has {len(config.layers)} entries, "
             f"num_hidden_layers is {hf_config.get('num_hidden_layers')}"
         )
-    return config, list(param_specs(config, family.NORM_NAMES))
+    return config, list(param_specs(config, family.NORM_NAMES, getattr(family, "EXPERT_NAMES", QWEN_EXPERTS)))

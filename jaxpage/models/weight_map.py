@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from jaxpage.models.config import LayerSpec, ModelConfig
+from jaxpage.models.config import ExpertsSpec, LayerSpec, ModelConfig
 
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 SANDWICH_NORMS = {
@@ -22,6 +22,20 @@ SANDWICH_NORMS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """What a checkpoint calls the experts of a layer, which it stores one by one, and the block they are in."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
+QWEN_EXPERTS = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+
+
+@dataclasses.dataclass(frozen=True)
 class ParamSpec:
     """One leaf of the parameter tree.
 
@@ -30,6 +44,8 @@ class ParamSpec:
         axes: logical axis of each dimension, None for one that is never split.
         sources: checkpoint tensors and their shapes.
         assemble: makes the leaf from the tensors, in the order of ``sources``.
+        is_linear: it is the weight of a ``linear``, or of one for each expert, and may be quantised; its last axis is
+            the one contracted.
     """
 
     path: tuple[str | int, ...]
@@ -37,14 +53,21 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     sources: Mapping[str, tuple[int, ...]]
     assemble: Callable[..., np.ndarray]
+    is_linear: bool = False
 
 
-def param_specs(config: ModelConfig, norm_names: Mapping[str, str]) -> Iterator[ParamSpec]:
+def param_specs(
+    config: ModelConfig, norm_names: Mapping[str, str], expert_names: ExpertNames = QWEN_EXPERTS
+) -> Iterator[ParamSpec]:
     """Every parameter of a decoder in the Hugging Face naming that Llama began."""
     vocab, hidden = config.vocab_size, config.hidden_size
     yield _plain(("embedding",), "model.embed_tokens.weight", (vocab, hidden), ("vocab", "hidden"))
     for index, layer in enumerate(config.layers):
         yield from _layer_specs(config, layer, index, norm_names)
+        if layer.experts is None:
+            yield from _mlp_specs(config, layer, index)
+        else:
+            yield from _expert_specs(config, layer.experts, index, expert_names)
     yield _norm(config, ("final_norm",), "model.norm.weight", hidden)
     if not config.tied_embeddings:
         yield _plain(("lm_head",), "lm_head.weight", (vocab, hidden), ("vocab", "hidden"))
@@ -53,7 +76,7 @@ def param_specs(config: ModelConfig, norm_names: Mapping[str, str]) -> Iterator[
 def _layer_specs(
     config: ModelConfig, layer: LayerSpec, index: int, norm_names: Mapping[str, str]
 ) -> Iterator[ParamSpec]:
-    hidden, ffn = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     group = heads // kv_heads
     prefix = f"model.layers.{index}."
@@ -75,6 +98,7 @@ def _layer_specs(
         ("kv_heads", None, None, "hidden"),
         {f"{name}.weight": (n, hidden) for name, n in zip(projections, rows, strict=True)},
         by_kv_head,
+        is_linear=True,
     )
     if layer.qkv_bias:
         yield ParamSpec(
@@ -87,10 +111,14 @@ def _layer_specs(
     if layer.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield _norm(config, (*here, name), f"{prefix}self_attn.{name}.weight", head_dim)
-    yield _plain((*here, "output"), f"{prefix}self_attn.o_proj.weight", (hidden, heads * head_dim), ("hidden", "heads"))
+    yield _linear((*here, "output"), f"{prefix}self_attn.o_proj", (hidden, heads * head_dim), ("hidden", "heads"))
     if layer.output_bias:
         yield _plain((*here, "output_bias"), f"{prefix}self_attn.o_proj.bias", (hidden,), ("hidden",))
 
+
+def _mlp_specs(config: ModelConfig, layer: LayerSpec, index: int) -> Iterator[ParamSpec]:
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    prefix, here = f"model.layers.{index}.", ("layers", index)
     gate_up = [f"{prefix}mlp.{name}_proj" for name in ("gate", "up")]
     yield ParamSpec(
         (*here, "gate_up"),
@@ -98,8 +126,9 @@ def _layer_specs(
         (None, "ffn", "hidden"),
         {f"{name}.weight": (ffn, hidden) for name in gate_up},
         lambda *parts: np.stack(parts),
+        is_linear=True,
     )
-    yield _plain((*here, "down"), f"{prefix}mlp.down_proj.weight", (hidden, ffn), ("hidden", "ffn"))
+    yield _linear((*here, "down"), f"{prefix}mlp.down_proj", (hidden, ffn), ("hidden", "ffn"))
     if layer.mlp_bias:
         yield ParamSpec(
             (*here, "gate_up_bias"),
@@ -111,8 +140,35 @@ def _layer_specs(
         yield _plain((*here, "down_bias"), f"{prefix}mlp.down_proj.bias", (hidden,), ("hidden",))
 
 
+def _expert_specs(config: ModelConfig, experts: ExpertsSpec, index: int, names: ExpertNames) -> Iterator[ParamSpec]:
+    hidden, ffn, num_experts = config.hidden_size, experts.intermediate_size, experts.num_experts
+    block, here = f"model.layers.{index}.{names.block}", ("layers", index)
+    yield _plain((*here, "router"), f"{block}.gate.weight", (num_experts, hidden), ("experts", "hidden"))
+    each = [f"{block}.experts.{expert}" for expert in range(num_experts)]
+    yield ParamSpec(
+        (*here, "experts_gate_up"),
+        (num_experts, 2, ffn, hidden),
+        ("experts", None, "ffn", "hidden"),
+        {f"{expert}.{name}.weight": (ffn, hidden) for expert in each for name in (names.gate, names.up)},
+        lambda *parts: np.stack(parts),
+        is_linear=True,
+    )
+    yield ParamSpec(
+        (*here, "experts_down"),
+        (num_experts, hidden, ffn),
+        ("experts", "hidden", "ffn"),
+        {f"{expert}.{names.down}.weight": (hidden, ffn) for expert in each},
+        lambda *parts: np.stack(parts),
+        is_linear=True,
+    )
+
+
 def _plain(path: tuple[str | int, ...], name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamSpec:
     return ParamSpec(path, shape, axes, {name: shape}, lambda tensor: tensor)
+
+
+def _linear(path: tuple[str | int, ...], layer: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamSpec:
+    return dataclasses.replace(_plain(path, f"{layer}.weight", shape, axes), is_linear=True)
 
 
 def _norm(config: ModelConfig, path: tuple[str | int, ...], name: str, size: int) -> ParamSpec:

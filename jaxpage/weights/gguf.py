@@ -34,6 +34,10 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+# The file has a matrix of all experts of a layer in one tensor, Hugging Face one tensor for each expert.
+_MIXTRAL_EXPERTS = ("block_sparse_moe", {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"})
+_QWEN_EXPERTS = ("mlp", {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"})
+_ROUTER = "ffn_gate_inp"
 _SANDWICH_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -49,6 +53,7 @@ class _Architecture:
         permuted: The file holds the rows of q and k of each head with rotary pairs side by side: (0, 1), (2, 3), ...;
             Hugging Face pairs row i with row i + head_dim / 2.
         norm_offset: What the file's norm weights have added to them.
+        experts: Hugging Face's name of the block of experts, and of the matrices of each; None for a dense model.
     """
 
     hf_class: str
@@ -56,6 +61,7 @@ class _Architecture:
     layer_names: dict[str, str]
     permuted: bool = False
     norm_offset: float = 0.0
+    experts: tuple[str, dict[str, str]] | None = None
 
 
 _ARCHITECTURES = {
@@ -66,6 +72,11 @@ _ARCHITECTURES = {
         "Gemma3ForCausalLM", "gemma3_text", _LAYER_NAMES | _QK_NORMS | _SANDWICH_NORMS, norm_offset=1.0
     ),
 }
+_EXPERT_ARCHITECTURES = {
+    "llama": _Architecture("MixtralForCausalLM", "mixtral", _LAYER_NAMES, permuted=True, experts=_MIXTRAL_EXPERTS),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _LAYER_NAMES | _QK_NORMS, experts=_QWEN_EXPERTS),
+}
+"""Those of files that say how many experts they have."""
 
 
 class GgufCheckpoint(Checkpoint):
@@ -84,31 +95,38 @@ class GgufCheckpoint(Checkpoint):
         self._file = GgufFile(path)
         metadata = self._file.metadata
         name = metadata.get(_ARCHITECTURE)
-        if not isinstance(name, str) or name not in _ARCHITECTURES:
+        has_experts = bool(metadata.get(f"{name}.expert_count"))
+        known = _EXPERT_ARCHITECTURES if has_experts else _ARCHITECTURES
+        if not isinstance(name, str) or name not in known:
             raise WeightsError(
-                f"{path.name}: {_ARCHITECTURE} {shown(name)} is not supported (supported: {', '.join(_ARCHITECTURES)})"
+                f"{path.name}: {_ARCHITECTURE} {shown(name)}{' with experts' if has_experts else ''} is not supported "
+                f"(supported: {', '.join(_ARCHITECTURES)}; with experts: {', '.join(_EXPERT_ARCHITECTURES)})"
             )
         if metadata.get("split.count", 1) != 1:
             raise WeightsError(
                 f"{path.name}: is one of {metadata['split.count']} parts of a split GGUF; join them first"
             )
-        self._architecture = _ARCHITECTURES[name]
+        self._architecture = known[name]
+        values = _Metadata(path.name, name, metadata)
+        self._num_experts = values.size("expert_count") if has_experts else 0
         self._sources = self._map_names()
-        self.config = _translate_config(_Metadata(path.name, name, metadata), self._file, self._architecture)
+        self.config = _translate_config(values, self._file, self._architecture)
         self.generation_config = _generation_config(metadata)
 
     def names(self) -> list[str]:
         return list(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._source(name)].shape
+        source, expert = self._source(name)
+        shape = self._file.tensors[source].shape
+        return shape if expert is None else shape[1:]
 
     def dtype(self, name: str) -> np.dtype:
         self._source(name)
         return np.dtype(np.float32)
 
     def read(self, name: str) -> np.ndarray:
-        array = self._file.read(self._source(name))
+        array = self._file.read(*self._source(name))
         if self._architecture.norm_offset and name.endswith("norm.weight"):
             return array - np.float32(self._architecture.norm_offset)
         if self._architecture.permuted and ".self_attn.q_proj." in name:
@@ -122,17 +140,38 @@ class GgufCheckpoint(Checkpoint):
 
         return Tokenizer.from_gguf(self._file.metadata)
 
-    def _source(self, name: str) -> str:
+    def _source(self, name: str) -> tuple[str, int | None]:
+        """The file's tensor, and the expert's index in it if it is that of all experts."""
         if name not in self._sources:
             raise WeightsError(f"{self.path.name}: the checkpoint has no tensor {shown(name)}")
         return self._sources[name]
 
-    def _map_names(self) -> dict[str, str]:
-        sources = {}
+    def _map_names(self) -> dict[str, tuple[str, int | None]]:
+        sources: dict[str, tuple[str, int | None]] = {}
         for source in self._file.tensors:
-            if source != _ROPE_FACTORS:
-                sources[self._hf_name(source)] = source
+            if source == _ROPE_FACTORS:
+                continue
+            experts = self._expert_names(source)
+            if experts is None:
+                sources[self._hf_name(source)] = (source, None)
+            else:
+                sources |= {name: (source, index) for index, name in enumerate(experts)}
         return sources
+
+    def _expert_names(self, source: str) -> list[str] | None:
+        """Hugging Face's names of the parts of a tensor of all experts; None for another tensor."""
+        found = re.fullmatch(r"blk\.(\d+)\.(\w+_exps)\.weight", source)
+        if not found or self._architecture.experts is None or found[2] not in self._architecture.experts[1]:
+            return None
+        shape = self._file.tensors[source].shape
+        if len(shape) != 3 or shape[0] != self._num_experts:
+            raise WeightsError(
+                f"{self.path.name}: tensor {shown(source)} has shape {list(shape)}, "
+                f"expected {self._num_experts} matrices"
+            )
+        block, names = self._architecture.experts
+        layer = f"model.layers.{int(found[1])}.{block}.experts"
+        return [f"{layer}.{index}.{names[found[2]]}.weight" for index in range(self._num_experts)]
 
     def _hf_name(self, source: str) -> str:
         stem, _, kind = source.rpartition(".")
@@ -140,6 +179,8 @@ class GgufCheckpoint(Checkpoint):
         name = None
         if layer and layer[2] in self._architecture.layer_names:
             name = f"model.layers.{int(layer[1])}.{self._architecture.layer_names[layer[2]]}"
+        elif layer and layer[2] == _ROUTER and self._architecture.experts is not None:
+            name = f"model.layers.{int(layer[1])}.{self._architecture.experts[0]}.gate"
         elif not layer:
             name = _TOP_NAMES.get(stem)
         if name is None or kind not in ("weight", "bias"):
@@ -198,8 +239,6 @@ class _Metadata:
 def _translate_config(metadata: _Metadata, file: GgufFile, architecture: _Architecture) -> dict[str, Any]:
     """Build the content of config.json."""
     name = metadata.file_name
-    if metadata.get("expert_count"):
-        raise WeightsError(f"{name}: mixture-of-experts models are not supported in GGUF files")
     for tensor, num_dims in (("token_embd.weight", 2), ("blk.0.attn_q.weight", 2)):
         if tensor not in file.tensors or len(file.tensors[tensor].shape) != num_dims:
             raise WeightsError(f"{name}: tensor {tensor} is missing or not a matrix")
@@ -228,10 +267,23 @@ def _translate_config(metadata: _Metadata, file: GgufFile, architecture: _Archit
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if architecture.model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if architecture.experts is not None:
+        config |= _experts_config(metadata, architecture)
     config |= _token_ids(metadata.values)
     if architecture.model_type == "gemma3_text":
         return config | _gemma3_config(metadata, config)
     return config | {"hidden_act": "silu"} | _rope_config(metadata, file, head_dim)
+
+
+def _experts_config(metadata: _Metadata, architecture: _Architecture) -> dict[str, Any]:
+    experts = {
+        "num_local_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+    }
+    if architecture.model_type == "mixtral":
+        return experts
+    # The file does not say it, but such models are only run like this.
+    return experts | {"moe_intermediate_size": metadata.size("expert_feed_forward_length"), "norm_topk_prob": True}
 
 
 def _check_heads(file_name: str, file: GgufFile, rows: dict[str, int]) -> None:

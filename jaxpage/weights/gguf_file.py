@@ -62,12 +62,20 @@ class GgufFile:
         self._check_ranges()
         self._check_quantizations()
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor as float32; a read-only view of the file where it holds float32."""
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """One tensor, or the part of it at ``index`` of its first dimension, as float32.
+
+        It is a read-only view of the file where that holds float32.
+        """
         info = self.tensors[name]
-        raw = np.frombuffer(self._map, np.uint8, info.num_bytes, info.offset)
-        rows = raw.reshape(*info.shape[:-1], -1)
-        return dequantize(rows, info.quantization).reshape(info.shape)
+        shape, num_bytes, offset = info.shape, info.num_bytes, info.offset
+        if index is not None:
+            # Blocks of quantised numbers lie within rows, so that a part is a piece of the file.
+            num_bytes //= shape[0]
+            shape, offset = shape[1:], offset + index * num_bytes
+        raw = np.frombuffer(self._map, np.uint8, num_bytes, offset)
+        rows = raw.reshape(*shape[:-1], -1)
+        return dequantize(rows, info.quantization).reshape(shape)
 
     def _parse(self) -> None:
         if self._map[:4] != b"GGUF":

@@ -15,6 +15,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
+from jaxpage.models.registry import build_config
 from jaxpage.weights import WeightsError, open_checkpoint
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 64, 256, 4, 2, 16, 40, 2
@@ -337,7 +338,8 @@ def test_unfit_rope_factors_are_refused(path: Path, factors: np.ndarray) -> None
         ({"embedding_length": "64"}, r"embedding_length must be one positive number, got '64'"),
         ({"attention__head_count": 2}, r"tensor 'blk.0.attn_q.weight' has 64 rows, expected 32"),
         ({"rope__dimension_count": 8}, r"rotary positions on 8 of 16 head dimensions"),
-        ({"expert_count": 8}, r"mixture-of-experts models are not supported"),
+        ({"expert_count": 8}, r"llama.expert_used_count is missing"),
+        ({"expert_count": "8"}, r"llama.expert_count must be one positive number, got '8'"),
         ({"split__count": 3}, r"one of 3 parts of a split GGUF"),
     ],
 )
@@ -347,13 +349,86 @@ def test_unfit_metadata_is_refused_by_name(path: Path, changes: dict[str, Any], 
     assert str(caught.value).startswith("tiny.gguf: ")
 
 
+EXPERTS, EXPERT_FFN = 3, 32
+EXPERT_MATRICES = {
+    "ffn_gate_inp": (EXPERTS, HIDDEN),
+    "ffn_gate_exps": (EXPERTS, EXPERT_FFN, HIDDEN),
+    "ffn_up_exps": (EXPERTS, EXPERT_FFN, HIDDEN),
+    "ffn_down_exps": (EXPERTS, HIDDEN, EXPERT_FFN),
+}
+
+
+def tensors_with_experts(architecture: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    dense = tiny_tensors("llama" if architecture == "llama" else "qwen3")
+    tensors = {name: array for name, array in dense.items() if name.split(".")[-2] not in MATRICES or "attn" in name}
+    for layer in range(LAYERS):
+        for name, shape in EXPERT_MATRICES.items():
+            tensors[f"blk.{layer}.{name}.weight"] = rng.normal(size=shape).astype(np.float32)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("architecture", "hf_class", "gate", "names"),
+    [
+        ("llama", "MixtralForCausalLM", "block_sparse_moe.gate", ("block_sparse_moe.experts", "w1", "w3", "w2")),
+        ("qwen3moe", "Qwen3MoeForCausalLM", "mlp.gate", ("mlp.experts", "gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_experts_are_read_one_by_one(
+    path: Path, architecture: str, hf_class: str, gate: str, names: tuple[str, ...]
+) -> None:
+    tensors = tensors_with_experts(architecture)
+    counts = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": EXPERT_FFN}
+    if architecture == "llama":
+        counts = {**counts, "feed_forward_length": EXPERT_FFN}
+    quantised = "blk.1.ffn_up_exps.weight"
+    checkpoint = open_checkpoint(
+        write(path, architecture, tensors | {quantised: quantize(tensors[quantised], GGMLQuantizationType.Q8_0)},
+              {quantised: GGMLQuantizationType.Q8_0}, **counts)
+    )  # fmt: skip
+    config, specs = build_config(checkpoint.config)
+    assert checkpoint.config["architectures"] == [hf_class]
+    experts = config.layers[1].experts
+    assert experts is not None
+    assert (experts.num_experts, experts.num_experts_per_tok, experts.intermediate_size) == (EXPERTS, 2, EXPERT_FFN)
+    assert experts.norm_topk_prob
+    assert {name for spec in specs for name in spec.sources} == set(checkpoint.names())
+    for spec in specs:
+        for name, shape in spec.sources.items():
+            assert checkpoint.shape(name) == checkpoint.read(name).shape == shape
+    np.testing.assert_array_equal(
+        checkpoint.read(f"model.layers.1.{gate}.weight"), tensors["blk.1.ffn_gate_inp.weight"]
+    )
+    block, *kinds = names
+    for kind, source in zip(kinds, ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), strict=True):
+        for expert in range(EXPERTS):
+            read = checkpoint.read(f"model.layers.1.{block}.{expert}.{kind}.weight")
+            tolerance = 0.05 if source == "ffn_up_exps" else 0
+            np.testing.assert_allclose(read, tensors[f"blk.1.{source}.weight"][expert], rtol=0, atol=tolerance)
+
+
+def test_experts_of_another_number_are_refused(path: Path) -> None:
+    counts = {"expert_count": EXPERTS + 1, "expert_used_count": 2}
+    with pytest.raises(
+        WeightsError, match=r"tensor 'blk.0.ffn_gate_exps.weight' has shape \[3, 32, 64\], expected 4 matr"
+    ):
+        open_checkpoint(write(path, tensors=tensors_with_experts("llama"), **counts))
+    with pytest.raises(
+        WeightsError, match=r"'qwen2' with experts is not supported .*; with experts: llama, qwen3moe\)"
+    ):
+        open_checkpoint(write(path, "qwen2", **counts))
+    with pytest.raises(WeightsError, match=r"'blk.0.ffn_gate_inp.weight' has no place in a LlamaForCausalLM model"):
+        open_checkpoint(write(path, tensors=tensors_with_experts("llama")))
+
+
 def test_equal_per_layer_counts_are_one_count(path: Path) -> None:
     config = open_checkpoint(write(path, attention__head_count=[4, 4], attention__head_count_kv=[2, 2])).config
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
 
 
 def test_unknown_architecture_is_refused_by_name(path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"'mamba' is not supported \(supported: llama, qwen2, qwen3, gemma3\)"):
+    with pytest.raises(WeightsError, match=r"'mamba' is not supported \(supported: llama, qwen2, qwen3, gemma3; "):
         open_checkpoint(write(path, "mamba"))
 
 
