@@ -15,6 +15,17 @@ from jaxpage.request import check_bool, check_float, check_int
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16")
+KV_CACHE_DTYPES = {
+    "auto": None,
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""Names of the option's values, which are vLLM's, to those of the types; None: as the activations."""
+QUANTIZATIONS = ("int8", "int4", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_IMPLEMENTATIONS = ("auto", "mosaic_tpu", "mosaic_gpu", "triton", "xla", "reference")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
@@ -39,14 +50,23 @@ class EngineArgs:
     served_model_name: str | None = _option(None, "name clients use; default: the value of --model")
     load_format: str = _option("auto", "auto reads the checkpoint; dummy makes random weights", LOAD_FORMATS)
     dtype: str = _option("auto", "type of weights and activations; auto: float32 on CPU, else bfloat16", DTYPES)
-    kv_cache_dtype: str = _option("auto", "type of the KV cache; auto: as dtype", DTYPES)
+    quantization: str | None = _option(
+        None, "type the weights of the layers' matrix products are stored in; default: dtype", QUANTIZATIONS
+    )
+    kv_cache_dtype: str = _option(
+        "auto",
+        "type of the KV cache; auto: as dtype; fp8 is fp8_e4m3; int8 and fp8 have a scale per token and head",
+        tuple(KV_CACHE_DTYPES),
+    )
     seed: int = _option(0, "seed of requests that bring none, and of dummy weights")
     max_model_len: int | None = _option(None, "tokens of prompt and output together; default: the model's limit")
     max_num_seqs: int | None = _option(
         None, "requests in one step, never more than its tokens; default: 64 on CPU, 256 elsewhere"
     )
     max_num_batched_tokens: int | None = _option(None, "tokens in one step; default: 512 on CPU, 2048 elsewhere")
-    block_size: int | None = _option(None, "tokens in a KV block; default: 32 on CPU, 64 on TPU, 16 on GPU")
+    block_size: int | None = _option(
+        None, "tokens in a KV block; default: 32 on CPU, 64 on TPU (128 with kv_cache_dtype int8 or fp8), 16 on GPU"
+    )
     num_gpu_blocks_override: int | None = _option(None, "exact number of KV blocks, on any platform")
     kv_cache_memory_bytes: int | None = _option(None, "bytes of the KV cache per device")
     gpu_memory_utilization: float = _option(0.9, "share of the device's memory the engine may use, on accelerators")
@@ -75,10 +95,9 @@ class EngineArgs:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             choices = field.metadata.get("choices")
-            if choices and getattr(self, field.name) not in choices:
-                raise ParameterError(
-                    field.name, f"must be one of {', '.join(choices)}, got {shown(getattr(self, field.name))}"
-                )
+            value = getattr(self, field.name)
+            if choices and value not in choices and (value is not None or field.default is not None):
+                raise ParameterError(field.name, f"must be one of {', '.join(choices)}, got {shown(value)}")
             if field.type == "bool":
                 check_bool(field.name, getattr(self, field.name))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
@@ -146,6 +165,7 @@ class EngineConfig:
     Attributes:
         max_blocks_per_request: width of a block table.
         num_logprobs: alternatives a step computes for each scored position.
+        quantization: how the layers' linear weights are stored, a kind of ``QuantizedWeight``; None: in dtype.
         swap_space_bytes: host memory for swapped KV blocks; 0 exactly if preemption_mode is "recompute".
         preemption_mode: "auto" leaves the choice to the scheduler, request by request.
     """
@@ -162,6 +182,7 @@ class EngineConfig:
     swap_space_bytes: int
     preemption_mode: str
     dtype: str
+    quantization: str | None
     kv_cache_dtype: str
     attention_implementation: str
 
@@ -170,6 +191,9 @@ class EngineConfig:
         return -(-self.max_model_len // self.block_size)
 
 
+TPU_LANES = 128
+"""Numbers in a row of a TPU's memory. The scales of a quantised KV block are such rows: in shorter ones XLA would put
+blocks side by side, and copy all scales in every step for the kernels."""
 PLATFORM_DEFAULTS = {
     # On CPU a step is compute bound beyond some 100 tokens, so larger chunks only make others wait.
     "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32, "dtype": "float32"},
@@ -207,12 +231,16 @@ def resolve(args: EngineArgs, *, model_max_len: int, vocab_size: int, platform: 
             )
     max_logprobs = vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, vocab_size)
     dtype = default["dtype"] if args.dtype == "auto" else args.dtype
+    kv_cache_dtype = KV_CACHE_DTYPES[args.kv_cache_dtype] or dtype
+    block_size = default["block_size"]
+    if platform == "tpu" and kv_cache_dtype not in DTYPES:
+        block_size = TPU_LANES
     swap_space_bytes = _swap_space_bytes(args, platform)
     return EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=min(max_num_seqs, budget),
         max_num_batched_tokens=budget,
-        block_size=args.block_size or default["block_size"],
+        block_size=args.block_size or block_size,
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,
         scheduling_policy=args.scheduling_policy,
@@ -221,7 +249,8 @@ def resolve(args: EngineArgs, *, model_max_len: int, vocab_size: int, platform: 
         swap_space_bytes=swap_space_bytes,
         preemption_mode=args.preemption_mode if swap_space_bytes else "recompute",
         dtype=dtype,
-        kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
+        quantization=args.quantization,
+        kv_cache_dtype=kv_cache_dtype,
         attention_implementation=args.attention_implementation,
     )
 

@@ -23,6 +23,7 @@ RANKS = {
     "jaxpage.tokenizer": 2,
     "jaxpage.kv": 2,
     "jaxpage.sampling": 2,
+    "jaxpage.parallel": 2,
     "jaxpage.scheduler": 3,
     "jaxpage.layers": 3,
     "jaxpage.models": 4,
@@ -33,6 +34,7 @@ RANKS = {
     "jaxpage.benchmarks": 8,
     "jaxpage.serve": 9,
     "jaxpage.generate": 9,
+    "jaxpage.plan": 9,
 }
 """A module imports its own package and packages of strictly lower rank."""
 

@@ -13,16 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpage.batch import ModelInputs
+from jaxpage.layers.kv_cache import KVCache, LayerCache
 from jaxpage.layers.linear import linear
 from jaxpage.layers.mlp import gated_mlp
+from jaxpage.layers.moe import moe_mlp
 from jaxpage.layers.norm import rms_norm
 from jaxpage.layers.rope import Rotation, rotate, rotation
 from jaxpage.models.config import LayerSpec, ModelConfig
-from pallas_kernels import ragged_paged_attention, write_kv
 
 Params = dict[str, Any]
-KVCache = list[Float[Array, "num_blocks K block_size 2*H"]]
-"""One array a layer; the row of a slot holds a key and beside it the value."""
 
 
 def forward(
@@ -53,14 +52,14 @@ def forward(
 @partial(jax.jit, static_argnums=(5, 6, 7))
 def _layer(
     params: Params,
-    kv_cache: Float[Array, "num_blocks K block_size 2*H"],
+    kv_cache: LayerCache,
     x: Float[Array, "T D"],
     inputs: ModelInputs,
     rope: Rotation,
     config: ModelConfig,
     spec: LayerSpec,
     attention_implementation: str,
-) -> tuple[Float[Array, "num_blocks K block_size 2*H"], Float[Array, "T D"]]:
+) -> tuple[LayerCache, Float[Array, "T D"]]:
     with jax.named_scope("attention"):
         normed = rms_norm(x, params["attention_norm"], config.norm_eps)
         qkv = linear(normed, params["qkv"], params.get("qkv_bias"))  # [T, K, G + 2, H]
@@ -71,10 +70,9 @@ def _layer(
             qk = rms_norm(qk, scales, config.norm_eps)
         qk = rotate(qk.reshape(len(x), -1, config.head_dim), rope).reshape(qk.shape)
         q, k = qk[:, :, :-1], qk[:, :, -1]
-        kv_cache = write_kv(kv_cache, k, v, inputs.slot_mapping)
-        attended = ragged_paged_attention(
+        kv_cache = kv_cache.write(k, v, inputs.slot_mapping)
+        attended = kv_cache.attend(
             q.reshape(len(x), config.num_heads, config.head_dim),
-            kv_cache,
             inputs.attention,
             scale=config.attention_scale,
             sliding_window=spec.sliding_window,
@@ -84,14 +82,26 @@ def _layer(
         x = x + (rms_norm(update, params["post_attention_norm"], config.norm_eps) if spec.post_norms else update)
     with jax.named_scope("mlp"):
         normed = rms_norm(x, params["mlp_norm"], config.norm_eps)
-        update = gated_mlp(
-            normed,
-            params["gate_up"],
-            params["down"],
-            spec.activation,
-            params.get("gate_up_bias"),
-            params.get("down_bias"),
-        )
+        if spec.experts is None:
+            update = gated_mlp(
+                normed,
+                params["gate_up"],
+                params["down"],
+                spec.activation,
+                params.get("gate_up_bias"),
+                params.get("down_bias"),
+            )
+        else:
+            update = moe_mlp(
+                normed,
+                params["router"],
+                params["experts_gate_up"],
+                params["experts_down"],
+                spec.activation,
+                num_experts_per_tok=spec.experts.num_experts_per_tok,
+                norm_topk_prob=spec.experts.norm_topk_prob,
+                num_tokens=inputs.attention.cu_seqlens_q[-1],
+            )
         x = x + (rms_norm(update, params["post_mlp_norm"], config.norm_eps) if spec.post_norms else update)
     return kv_cache, x
 

@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxpage.batch import Device
 from jaxpage.errors import StartupError
 from jaxpage.kv.block_ops import BlockOp, BlockOpKind
-from jaxpage.models.decoder import KVCache
+from jaxpage.layers.kv_cache import KVCache, LayerCache
 from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks
 
 SMALL_BATCH, LARGE_BATCH = 4, 16
 """Blocks moved by one device call. Padding moves bytes too, so the small size bounds what is wasted, and the large one
 what a call keeps on the device beside the cache: about two copies of its blocks."""
 
-HostBlock = Float[Array, "L K block_size 2*H"]
-"""One block of every layer, in the host's memory."""
+HostBlock = LayerCache
+"""One block of every layer, in the host's memory: the arrays of a ``LayerCache`` with layers in place of blocks."""
 
 
 class BlockMover:
@@ -41,7 +41,7 @@ class BlockMover:
     has not run on these yet: a machine where it fails says so in ``warm_up``.
     """
 
-    def __init__(self, cache_shapes: list[jax.ShapeDtypeStruct], num_host_blocks: int, device: Device) -> None:
+    def __init__(self, cache_shapes: KVCache, num_host_blocks: int, device: Device) -> None:
         """Sets up the host blocks, filled with zeros.
 
         Args:
@@ -57,17 +57,23 @@ class BlockMover:
             raise ValueError(f"cache_shapes: layers must have one shape, got {str(set(cache_shapes))[:200]}")
         self.num_host_blocks = num_host_blocks
         on_device = SingleDeviceSharding(device)
-        first = cache_shapes[0]
-        self._cache_shapes = [jax.ShapeDtypeStruct(first.shape, first.dtype, sharding=on_device) for _ in cache_shapes]
+        self._cache_shapes = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=on_device), cache_shapes
+        )
         self._programs: dict[tuple[BlockOpKind, int], Any] = {}
         self._host_blocks: list[HostBlock] = []
         if num_host_blocks:
             if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
                 raise StartupError(f"{device.device_kind} reaches no pinned host memory; start with swap_space 0")
             on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
-            zeros = np.zeros((len(cache_shapes), *first.shape[1:]), first.dtype)
-            self._padding: HostBlock = jax.device_put(zeros, on_host)
-            self._host_shape = jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=on_host)
+            num_layers = len(cache_shapes)
+            self._padding: HostBlock = jax.tree.map(
+                lambda shape: jax.device_put(np.zeros((num_layers, *shape.shape[1:]), shape.dtype), on_host),
+                cache_shapes[0],
+            )
+            self._host_shape = jax.tree.map(
+                lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=on_host), self._padding
+            )
             self._host_blocks = [self._padding] * num_host_blocks
 
     def run(self, kv_cache: KVCache, ops: Sequence[BlockOp]) -> KVCache:
@@ -167,16 +173,22 @@ def _pieces(run: list[BlockOp]) -> Iterator[list[BlockOp]]:
 
 def _copy(kv_cache: KVCache, sources: Int[Array, " n"], destinations: Int[Array, " n"]) -> KVCache:
     with jax.named_scope("copy_blocks"):
-        return [copy_blocks(layer, sources, destinations) for layer in kv_cache]
+        return jax.tree.map(lambda layer: copy_blocks(layer, sources, destinations), kv_cache)
 
 
 def _swap_out(kv_cache: KVCache, sources: Int[Array, " n"]) -> list[HostBlock]:
     with jax.named_scope("swap_out"):
-        blocks = jnp.stack([gather_blocks(layer, sources) for layer in kv_cache], axis=1)
-        return jax.device_put([blocks[index] for index in range(len(sources))], jax.memory.Space.Host)
+        taken = jax.tree.map(lambda *layers: jnp.stack([gather_blocks(x, sources) for x in layers], axis=1), *kv_cache)
+        blocks = [jax.tree.map(lambda array, index=index: array[index], taken) for index in range(len(sources))]
+        return jax.device_put(blocks, jax.memory.Space.Host)
 
 
 def _swap_in(kv_cache: KVCache, blocks: list[HostBlock], destinations: Int[Array, " n"]) -> KVCache:
     with jax.named_scope("swap_in"):
-        layers = jnp.stack(jax.device_put(blocks, jax.memory.Space.Device), axis=1)
-        return [scatter_blocks(layer, layers[index], destinations) for index, layer in enumerate(kv_cache)]
+        layers = jax.tree.map(
+            lambda *arrays: jnp.stack(arrays, axis=1), *jax.device_put(blocks, jax.memory.Space.Device)
+        )
+        return [
+            jax.tree.map(lambda layer, put, index=index: scatter_blocks(layer, put[index], destinations), cache, layers)
+            for index, cache in enumerate(kv_cache)
+        ]

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,16 +16,17 @@ import numpy as np
 from jaxpage.batch import Device, SamplingState, ScoredTokens, StepOutput
 from jaxpage.config import EngineArgs, EngineConfig
 from jaxpage.errors import StartupError
+from jaxpage.layers.kv_cache import KVCache
 from jaxpage.models.config import ModelConfig
-from jaxpage.models.decoder import KVCache, Params
-from jaxpage.request import MAX_STOP_TOKEN_IDS, Request
+from jaxpage.models.decoder import Params
+from jaxpage.request import Request
 from jaxpage.runner.batch_builder import pack_schedule
 from jaxpage.runner.block_ops import BlockMover
 from jaxpage.runner.buckets import bucket_for, token_buckets
 from jaxpage.runner.memory import KVCachePlan, gib, num_host_blocks, plan_kv_cache
 from jaxpage.runner.packing import Packing
+from jaxpage.runner.programs import StepPrograms
 from jaxpage.runner.slots import SlotTable
-from jaxpage.runner.step import step
 from jaxpage.sampling.logits import PROMPT_FLAG
 from jaxpage.scheduler.schedule import Schedule
 
@@ -85,12 +85,12 @@ class Runner:
         """
         self.model, self.config, self.params, self.device = model, config, params, device
         self.buckets = token_buckets(config.max_num_batched_tokens)
-        self._packings = {size: self._packing(size) for size in self.buckets}
+        self._programs = StepPrograms(model, config)
+        self._packings = {size: self._programs.packing(size) for size in self.buckets}
         self._slots = SlotTable(config.max_num_seqs, config.max_blocks_per_request, config.block_size)
-        self._num_stop_ids = MAX_STOP_TOKEN_IDS + len(model.end_token_ids)
         self._lazy = args.enforce_eager
         # Before the long work: what cannot be had should be said at once.
-        bytes_per_block = model.kv_bytes_per_token(self.kv_itemsize) * config.block_size
+        bytes_per_block = self._programs.kv_bytes_per_token * config.block_size
         most_blocks = config.max_num_seqs * config.max_blocks_per_request
         host_blocks = num_host_blocks(config.swap_space_bytes, bytes_per_block, most_blocks)
         self.plan, self._steps = self._plan_and_compile(args, progress)
@@ -101,18 +101,13 @@ class Runner:
                 "finish_reason length; raise kv_cache_memory_bytes or lower max_model_len",
                 self.plan.num_tokens, config.max_model_len,
             )  # fmt: skip
-        self._mover = BlockMover(self._cache_shapes(self.plan), host_blocks, device)
+        self._mover = BlockMover(self._programs.cache_shapes(self.plan.num_blocks), host_blocks, device)
         self._kv_cache = self._empty_cache()
         with jax.default_device(device):
-            self._state = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._state_shapes())
+            self._state = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._programs.state_shapes())
         self._admit = jax.jit(_admit_slot, donate_argnums=0)
         if not self._lazy:
             self._warm_up()
-
-    @property
-    def kv_itemsize(self) -> int:
-        """Bytes of one element of the cache."""
-        return jnp.dtype(self.config.kv_cache_dtype).itemsize
 
     @property
     def num_host_blocks(self) -> int:
@@ -158,7 +153,7 @@ class Runner:
             bias[list(params.allowed_token_ids)] = 0.0
         for token_id, value in (params.logit_bias or {}).items():
             bias[token_id] += value
-        stop_ids = np.full(self._num_stop_ids, vocab_size, np.int32)
+        stop_ids = np.full(self._programs.num_stop_ids, vocab_size, np.int32)
         masked = sorted({*self.model.end_token_ids, *(params.stop_token_ids or ())})
         stop_ids[: len(masked)] = masked
         self._state = self._admit(
@@ -179,7 +174,7 @@ class Runner:
             np.full(self.config.max_model_len, vocab_size, np.int32),
             np.int32(0),
             np.zeros(vocab_size, np.float32),
-            np.full(self._num_stop_ids, vocab_size, np.int32),
+            np.full(self._programs.num_stop_ids, vocab_size, np.int32),
         )
         jax.block_until_ready(self._state)
 
@@ -193,20 +188,19 @@ class Runner:
             logger.warning("%s; preempted requests will be computed again", error)
         # Nobody insisted on swapping, so its failure is no reason not to start. It may have taken the cache along.
         self._kv_cache = []
-        self._mover = BlockMover(self._cache_shapes(self.plan), 0, self.device)
+        self._mover = BlockMover(self._programs.cache_shapes(self.plan.num_blocks), 0, self.device)
         self._kv_cache = self._mover.warm_up(self._empty_cache())
 
     def _empty_cache(self) -> KVCache:
         with jax.default_device(self.device):
-            return [jnp.zeros(shape.shape, shape.dtype) for shape in self._cache_shapes(self.plan)]
-
-    def _packing(self, num_tokens: int) -> Packing:
-        return Packing(num_tokens, min(num_tokens, self.config.max_num_seqs), self.config.max_blocks_per_request)
+            return jax.tree.map(
+                lambda shape: jnp.zeros(shape.shape, shape.dtype), self._programs.cache_shapes(self.plan.num_blocks)
+            )
 
     def _plan_and_compile(self, args: EngineArgs, progress: Progress) -> tuple[KVCachePlan, dict[int, Any]]:
         largest = self.buckets[-1]
-        bytes_per_token = self.model.kv_bytes_per_token(self.kv_itemsize)
-        state_bytes = sum(shape.size * shape.dtype.itemsize for shape in jax.tree.leaves(self._state_shapes()))
+        bytes_per_token = self._programs.kv_bytes_per_token
+        state_bytes = sum(shape.size * shape.dtype.itemsize for shape in jax.tree.leaves(self._programs.state_shapes()))
         # A first guess; the compiler then tells the truth, and only if that is more is the plan made again.
         step_bytes = state_bytes + largest * 4 * (self.model.hidden_size * 8 + self.model.intermediate_size * 4)
         plan = plan_kv_cache(args, self.config, bytes_per_token, self.device, step_bytes)
@@ -236,36 +230,8 @@ class Runner:
         return plan, steps
 
     def _compile(self, num_tokens: int, plan: KVCachePlan) -> Any:
-        packing = self._packings[num_tokens]
-        function = jax.jit(
-            partial(
-                step,
-                config=self.model,
-                packing=packing,
-                block_size=self.config.block_size,
-                num_logprobs=max(1, self.config.num_logprobs),
-                attention_implementation=self.config.attention_implementation,
-            ),
-            donate_argnums=(1, 2),
-        )
-        packed = jax.ShapeDtypeStruct((packing.size,), jnp.int32)
         with jax.default_device(self.device):
-            return function.lower(self.params, self._cache_shapes(plan), self._state_shapes(), packed).compile()
-
-    def _cache_shapes(self, plan: KVCachePlan) -> list[jax.ShapeDtypeStruct]:
-        shape = (plan.num_blocks, self.model.num_kv_heads, plan.block_size, 2 * self.model.head_dim)
-        dtype = jnp.dtype(self.config.kv_cache_dtype)
-        return [jax.ShapeDtypeStruct(shape, dtype) for _ in range(self.model.num_layers)]
-
-    def _state_shapes(self) -> SamplingState:
-        slots, vocab_size = self.config.max_num_seqs + 1, self.model.vocab_size
-        shape: Any = jax.ShapeDtypeStruct
-        return SamplingState(
-            last_token=shape((slots,), jnp.int32),
-            token_counts=shape((slots, vocab_size), jnp.int32),
-            logit_bias=shape((slots, vocab_size), jnp.float32),
-            stop_ids=shape((slots, self._num_stop_ids), jnp.int32),
-        )
+            return self._programs.lower(num_tokens, self.params, plan.num_blocks).compile()
 
 
 def _needs_state(request: Request) -> bool:

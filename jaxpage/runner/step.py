@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpage.batch import ModelInputs, SamplingState, SamplingTensors, ScoredTokens, StepOutput
+from jaxpage.layers.kv_cache import KVCache
 from jaxpage.models.config import ModelConfig
-from jaxpage.models.decoder import KVCache, Params, forward, unembed
+from jaxpage.models.decoder import Params, forward, unembed
 from jaxpage.runner.packing import Packing
 from jaxpage.sampling.sampler import no_scores, sample, score
 from pallas_kernels import AttentionMetadata

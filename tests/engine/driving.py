@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpage import LLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpage.engine.front import Engine
+from jaxpage.layers.kv_cache import KVCache
 from jaxpage.request import LogprobDict
 
 _ids = itertools.count()
@@ -147,8 +148,8 @@ def poison(value: float) -> Callable[[Engine], None]:
 
 
 @jax.jit
-def _overwrite(kv_cache: list[jax.Array], is_free: jax.Array, value: float) -> list[jax.Array]:
-    return [jnp.where(is_free[:, None, None, None], value, layer) for layer in kv_cache]
+def _overwrite(kv_cache: KVCache, is_free: jax.Array, value: float) -> KVCache:
+    return jax.tree.map(lambda x: jnp.where(is_free[:, None, None, None], jnp.asarray(value, x.dtype), x), kv_cache)
 
 
 def assert_same_scores(

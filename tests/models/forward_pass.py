@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxpage.batch import ModelInputs
 from jaxpage.engine.build import configure_jax
+from jaxpage.layers.kv_cache import layer_cache_shape
 from jaxpage.models.decoder import forward, unembed
 from jaxpage.models.registry import build_config
 from jaxpage.runner.buckets import bucket_for
@@ -21,20 +22,32 @@ from pallas_kernels import AttentionMetadata
 class ForwardPass:
     """A model in float32 with the blocks of one request, which lie in the cache in descending order."""
 
-    def __init__(self, directory: Path, *, block_size: int = 4, num_blocks: int = 33) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 33,
+        kv_cache_dtype: str = "float32",
+        quantization: str | None = None,
+    ) -> None:
         configure_jax()
         checkpoint = open_checkpoint(directory)
         self.config, specs = build_config(checkpoint.config, checkpoint.generation_config)
-        self.params = load_params(checkpoint, self.config, specs, "float32", jax.local_devices()[0])
-        self.block_size, self.num_blocks = block_size, num_blocks
+        device = jax.local_devices()[0]
+        self.params = load_params(checkpoint, self.config, specs, "float32", device, quantization=quantization)
+        self.block_size, self.num_blocks, self.kv_cache_dtype = block_size, num_blocks, kv_cache_dtype
 
     def logits(self, token_ids: list[int], step_sizes: list[int], buckets: tuple[int, ...] = (1, 96)) -> np.ndarray:
         """Logits of all positions, computed ``step_sizes[i]`` tokens at a time; a step is padded to a bucket."""
         assert sum(step_sizes) == len(token_ids)
         config = self.config
-        shape = (self.num_blocks, config.num_kv_heads, self.block_size, 2 * config.head_dim)
+        shape = layer_cache_shape(
+            self.num_blocks, config.num_kv_heads, self.block_size, config.head_dim, self.kv_cache_dtype
+        )
         # What nobody has written must not be read.
-        cache = [jnp.full(shape, jnp.nan, jnp.float32) for _ in config.layers]
+        empty = jax.tree.map(lambda x: jnp.full(x.shape, 127 if x.dtype == jnp.int8 else jnp.nan, x.dtype), shape)
+        cache = [empty for _ in config.layers]
         block_table = np.arange(self.num_blocks - 1, 0, -1, dtype=np.int32)
         rows, start = [], 0
         for size in step_sizes:

@@ -232,15 +232,19 @@ def new_runner(**options: Any) -> Runner:
     return Runner(args, model, config, dummy_params(model, specs, "float32", device, 0), device)
 
 
-def test_a_schedule_without_requests_only_moves_blocks() -> None:
-    runner = new_runner(preemption_mode="swap")
+@pytest.mark.parametrize(("kv_cache_dtype", "arrays_a_layer"), [("auto", 1), ("int8", 2), ("fp8", 2)])
+def test_a_schedule_without_requests_only_moves_blocks(kv_cache_dtype: str, arrays_a_layer: int) -> None:
+    """Scales move with what they scale."""
+    runner = new_runner(preemption_mode="swap", kv_cache_dtype=kv_cache_dtype)
     # One request of four blocks can run: no more are ever swapped out.
     assert runner.num_host_blocks == 4
-    runner._kv_cache = [layer.at[1].set(7.0) for layer in runner._kv_cache]
+    runner._kv_cache = jax.tree.map(lambda array: array.at[1].set(7), runner._kv_cache)
     ops = [BlockOp(SWAP_OUT, 1, 3), BlockOp(COPY, 2, 1), BlockOp(SWAP_IN, 3, 4)]
     assert runner.dispatch(Schedule([], 0, block_ops=ops)) is None
-    for layer in runner._kv_cache:
-        assert np.asarray(layer)[1:, 0, 0, 0].tolist() == [0, 0, 0, 7, 0]
+    arrays = jax.tree.leaves(runner._kv_cache)
+    assert len(arrays) == arrays_a_layer * runner.model.num_layers
+    for layer in arrays:
+        assert np.asarray(layer, np.float32)[1:, 0, 0, 0].tolist() == [0, 0, 0, 7, 0]
 
 
 def test_a_runner_starts_without_swapping_where_it_fails_unless_told_to_swap(

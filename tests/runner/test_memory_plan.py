@@ -107,7 +107,10 @@ def test_resolve_decides_every_size() -> None:
     assert resolved(enable_chunked_prefill=False).max_num_batched_tokens == 1000
     assert (default.dtype, default.kv_cache_dtype) == ("float32", "float32")
     assert resolved(dtype="bfloat16").kv_cache_dtype == "bfloat16"
-    assert resolve(EngineArgs(), model_max_len=1000, vocab_size=50, platform="tpu").block_size == 64
+    assert resolved(kv_cache_dtype="fp8").kv_cache_dtype == "float8_e4m3fn"
+    for kv_cache_dtype, block_size in (("auto", 64), ("float32", 64), ("int8", 128)):
+        args = EngineArgs(kv_cache_dtype=kv_cache_dtype)
+        assert resolve(args, model_max_len=1000, vocab_size=50, platform="tpu").block_size == block_size
     assert resolve(EngineArgs(), model_max_len=1000, vocab_size=50, platform="gpu").dtype == "bfloat16"
 
 

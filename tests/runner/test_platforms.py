@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpage.batch import SamplingState
+from jaxpage.layers.kv_cache import layer_cache_shape
 from jaxpage.models.registry import build_config
 from jaxpage.runner.packing import Packing
 from jaxpage.runner.step import step
@@ -38,9 +39,7 @@ def test_step_lowers(platform: str, dtype: str) -> None:
         for part in parents:
             node = node[part]
         node[name] = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
-    cache = [
-        jax.ShapeDtypeStruct((9, config.num_kv_heads, 16, 2 * config.head_dim), jnp.dtype(dtype)) for _ in config.layers
-    ]
+    cache = [layer_cache_shape(9, config.num_kv_heads, 16, config.head_dim, dtype)] * config.num_layers
     shape = jax.ShapeDtypeStruct
     state = SamplingState(
         shape((9,), jnp.int32), shape((9, 512), jnp.int32), shape((9, 512), jnp.float32), shape((9, 130), jnp.int32)

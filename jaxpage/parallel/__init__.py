@@ -1,0 +1,1 @@
+"""Meshes of devices, and how arrays are laid over them."""
