@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from jaxpage import LLM
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Threads of XLA on CPU, else as many as cores: JAX's GPU simulator blocks one for each warpgroup that waits, and hangs
+# when none is left.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 # Compiled programs are shared within a run, and never with the user's cache. Set here and not in a fixture because jax
 # reads it when it is imported; a developer who sets it keeps the programs from run to run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

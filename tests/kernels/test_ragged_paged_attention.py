@@ -22,6 +22,7 @@ from attention_contract import CASES, LARGEST, arguments, check_contract, expect
 
 from pallas_kernels import AttentionMetadata, dispatch, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention import explain, reference, xla
+from pallas_kernels.targets import TARGETS
 
 # One padded shape for all batches of a geometry, so that each implementation is compiled once for it.
 NUM_TOKENS = 160
@@ -324,6 +325,12 @@ SMALL_CALL: tuple[Any, ...] = (
 )
 
 
+def mesh_of(target: str) -> jax.sharding.AbstractMesh:
+    """Of one device of a kind that need not be here."""
+    device = jax.sharding.AbstractDevice(TARGETS[target].device_kind, None, "gpu")
+    return jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)
+
+
 class TestDispatch:
     """With a kernel of our own, preferred on the platform under test."""
 
@@ -398,6 +405,42 @@ class TestDispatch:
         assert explain(*SMALL_CALL, scale=1.0).implementation == "xla", "the default device's is the CPU"
         with jax.default_device("tpu"):
             assert explain(*SMALL_CALL, scale=1.0).implementation == "kernel"
+
+    def test_a_gpu_that_is_not_here_is_an_h100_or_what_a_mesh_names(self, prefer: Any) -> None:
+        kinds: list[str] = []
+
+        def kernel(q: Any, **rest: Any) -> Any:
+            kinds.append(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
+            return q
+
+        prefer(kernel, "gpu")
+        assert explain(*SMALL_CALL, scale=1.0, platform="gpu").implementation == "kernel"
+        with jax.sharding.use_abstract_mesh(mesh_of("b200")):
+            explain(*SMALL_CALL, scale=1.0, platform="gpu")
+        assert kinds == ["NVIDIA H100 80GB HBM3", "NVIDIA B200"]
+
+    def test_triton_is_taken_without_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """JAX from 0.11 on lowers it for a device that it is told of only, and says that it is deprecated."""
+        monkeypatch.setitem(sys.modules, "pallas_kernels.ragged_paged_attention.mosaic_gpu", None)
+        q, kv_cache, metadata = SMALL_CALL
+        for kv_dtype in ("bfloat16", "int8"):
+            call = q, kv_cache.update(dtype=kv_dtype), metadata
+            choice = explain(*call, scale=1.0, platform="gpu")
+            assert choice.implementation == "triton", choice
+            assert list(choice.refusals) == ["mosaic_gpu"]
+        # A program inside such a mesh is lowered with the kernel in it.
+        function = jax.jit(functools.partial(ragged_paged_attention, scale=1.0, platform="gpu"))
+        with jax.sharding.use_abstract_mesh(mesh_of("l4")):
+            lowered = function.trace(*SMALL_CALL).lower(lowering_platforms=("cuda",))
+        assert "xla.gpu.triton" in lowered.as_text()
+
+    def test_a_kernel_too_new_for_the_gpu_of_the_mesh(self) -> None:
+        with jax.sharding.use_abstract_mesh(mesh_of("a100")):
+            choice = explain(*SMALL_CALL, scale=1.0, platform="gpu")
+        assert choice.implementation == "triton", choice
+        assert list(choice.refusals) == ["mosaic_gpu"]
+        if jax.__version_info__ >= (0, 11):
+            assert choice.refusals["mosaic_gpu"] == "needs compute capability 9.0, the device has 8.0"
 
     def test_a_kernel_whose_backend_is_missing_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pallas_kernels.ragged_paged_attention.triton", None)
