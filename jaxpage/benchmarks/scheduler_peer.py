@@ -150,4 +150,5 @@ def _main(work: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: peers have modules of the same names, such as "kernels"
     _main(json.loads(sys.argv[1]))
