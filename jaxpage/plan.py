@@ -230,7 +230,8 @@ def _devices(where: Slice) -> Sequence[Any]:
     from jax.experimental import topologies
 
     if where.target.platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name=where.topology).devices
+        options = {"chip_config_name": where.target.chip_config} if where.target.chip_config else {}
+        return topologies.get_topology_desc(platform="tpu", topology_name=where.topology, **options).devices
     return topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=where.target.config, topology=where.topology
     ).devices

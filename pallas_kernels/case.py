@@ -83,6 +83,8 @@ def is_quantized(kv_dtype: str) -> bool:
     return jnp.dtype(kv_dtype).itemsize == 1
 
 
-def block_size_on(platform: str) -> int:
+def block_size_on(platform: str, kv_dtype: str) -> int:
     """Tokens of a block, as the engine has them by default."""
-    return {"tpu": 64, "gpu": 16}.get(platform, 32)
+    if platform == "tpu":
+        return 128 if is_quantized(kv_dtype) else 64  # rows of scales are whole lanes
+    return 16 if platform == "gpu" else 32

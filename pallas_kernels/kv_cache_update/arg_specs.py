@@ -44,7 +44,7 @@ def _writes(geometry: Geometry, platform: str, kv_dtype: str) -> list[Case]:
         dtype = "float32" if kv_dtype == "float32" else "bfloat16"
         new = struct((num_tokens, geometry.num_kv_heads, geometry.head_dim), dtype)
         arguments = _cache(geometry, platform, kv_dtype)
-        slot_bytes = num_bytes(arguments) // (arguments["kv_cache"].shape[0] * block_size_on(platform))
+        slot_bytes = num_bytes(arguments) // (arguments["kv_cache"].shape[0] * block_size_on(platform, kv_dtype))
         arguments |= {"k": new, "v": new, "slot_mapping": struct((num_tokens,), jnp.int32)}
         found.append(
             Case(
@@ -92,7 +92,7 @@ def _moves(geometry: Geometry, platform: str, kv_dtype: str) -> list[Case]:
 
 
 def _cache(geometry: Geometry, platform: str, kv_dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
-    block_size = block_size_on(platform)
+    block_size = block_size_on(platform, kv_dtype)
     num_blocks = NUM_REQUESTS * CONTEXT_TOKENS // block_size + 1
     heads = geometry.num_kv_heads
     arguments = {"kv_cache": struct((num_blocks, heads, block_size, 2 * geometry.head_dim), kv_dtype)}
