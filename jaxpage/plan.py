@@ -157,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Compilers read the environment when they are loaded, and may end their process.
     with tempfile.TemporaryDirectory(prefix="plan-") as dump:
         environment = compiler.environment(where.target, Path(dump)) | {CHILD: "1"}
+        for name in [name for name in environment if name.startswith("MOSAIC_GPU_DUMP")]:
+            del environment[name]  # it prints what kernels use, which is for ``pallas_kernels.aot``
         command = [sys.executable, "-m", "jaxpage.plan", *(sys.argv[1:] if argv is None else argv)]
         return subprocess.run(command, env=environment, check=False).returncode
 
@@ -199,7 +201,7 @@ def compile_step(
     mesh = tensor_parallel_mesh(_devices(where))
     programs = StepPrograms(model, config, mesh)
     started = time.perf_counter()
-    with jax.default_device(where.target.platform), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = programs.lower(num_tokens, programs.param_shapes(specs), num_blocks)
         compiled = lowered.compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -257,7 +259,7 @@ def count_collectives(hlo: str) -> tuple[dict[str, int], dict[str, int]]:
 def count_kernels(hlo: str) -> dict[str, int]:
     """Calls of Pallas kernels in a compiled program, by name."""
     calls = (line for line in hlo.splitlines() if " custom-call(" in line)
-    names = (re.search(r'op_name="[^"]*/(\w+)/(?:pallas_call|mosaic_gpu\w*)"', line) for line in calls)
+    names = (re.search(r'op_name="[^"]*/(\w+)/(?:pallas_call|mpmd_map)"', line) for line in calls)
     return dict(collections.Counter(name[1] for name in names if name))
 
 

@@ -23,9 +23,9 @@ from typing import Any
 import jax
 
 from pallas_kernels import dispatch, tiles
-from pallas_kernels.case import Case, block_size_on
+from pallas_kernels.case import KV_DTYPES, Case, block_size_on
 from pallas_kernels.geometries import Geometry, find_geometry
-from pallas_kernels.workload import attention_case, filled, relative_error, seconds
+from pallas_kernels.workload import attention_case, filled, positive, relative_error, seconds
 
 OPERATIONS = ("ragged_paged_attention", "quantized_matmul", "grouped_matmul")
 MODELS = ("SmolLM2-135M", "Llama-3.1-8B")
@@ -47,14 +47,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--op", action="append", choices=OPERATIONS, help="repeatable; default all")
     parser.add_argument("--model", action="append", help=f"geometry, repeatable; default {', '.join(MODELS)}")
     parser.add_argument("--implementation", action="append", help="repeatable; default what this platform has")
-    parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16", help="of queries")
-    parser.add_argument("--kv-dtype", action="append", help="of the cache, repeatable; default that of queries")
-    parser.add_argument("--block-size", type=int, help="default as in the engine on this platform")
-    parser.add_argument("--requests", type=int, default=32, help="of a decode step")
-    parser.add_argument("--context", type=int, default=1024 if on_cpu else 8192, help="tokens of a request in decode")
-    parser.add_argument("--prefill", type=int, default=1024 if on_cpu else 8192, help="tokens of a long prompt")
-    parser.add_argument("--budget", type=int, default=30, help="tiles tried for a key")
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each; the least counts")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32" if on_cpu else "bfloat16", help="of queries"
+    )
+    parser.add_argument(
+        "--kv-dtype", action="append", choices=KV_DTYPES, help="of the cache, repeatable; default that of queries"
+    )
+    parser.add_argument("--block-size", type=positive, help="default as in the engine on this platform")
+    parser.add_argument("--requests", type=positive, default=32, help="of a decode step")
+    parser.add_argument(
+        "--context", type=positive, default=1024 if on_cpu else 8192, help="tokens of a request in decode"
+    )
+    parser.add_argument("--prefill", type=positive, default=1024 if on_cpu else 8192, help="tokens of a long prompt")
+    parser.add_argument("--budget", type=positive, default=30, help="tiles tried for a key")
+    parser.add_argument("--rounds", type=positive, default=5, help="timings of each; the least counts")
     parser.add_argument("--quick", action="store_true", help="one small model, short contexts, few tiles")
     parser.add_argument("--output", help="default configs/kernels/<chip>.json")
     options = parser.parse_args(argv)

@@ -121,9 +121,12 @@ def choose(
 
 
 def default_platform() -> str:
-    """Platform of the device that an unplaced computation traced here runs on."""
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.default_backend() if device is None else getattr(device, "platform", device)
+    """Platform that a computation traced here runs on: that of the mesh around it, else of the default device."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is None:
+        device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
 
 
 def _load(operation: str, name: str) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ It owns how the arrays of a case are filled and how runs are timed; it must not 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import time
@@ -21,6 +22,14 @@ from pallas_kernels.ragged_paged_attention import IMPLEMENTATIONS, AttentionMeta
 
 PATTERN = 2**20 + 3
 """Random numbers that larger arrays repeat: making gigabytes of them would take longer than what is measured."""
+
+
+def positive(text: str) -> int:
+    """A type for argparse: a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 def attention_case(

@@ -25,8 +25,8 @@ from jaxpage.benchmarks.attention_rivals import rivals
 from pallas_kernels import dispatch
 from pallas_kernels.case import block_size_on
 from pallas_kernels.geometries import Geometry, find_geometry
-from pallas_kernels.ragged_paged_attention import traffic
-from pallas_kernels.workload import Stopwatch, attention_case, relative_error
+from pallas_kernels.ragged_paged_attention import IMPLEMENTATIONS, traffic
+from pallas_kernels.workload import Stopwatch, attention_case, positive, relative_error
 
 MODELS = ("SmolLM2-135M", "Llama-3.1-8B")
 GPU_MODELS = (*MODELS, "Llama-3.3-70B/TP8", "Gemma-3-270m")
@@ -91,17 +91,24 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help=f"geometry, repeatable; default {', '.join(MODELS)}, ...")
     parser.add_argument(
-        "--dtype", action="append", help="of everything, repeatable; default float32 on CPU, else bfloat16"
+        "--dtype",
+        action="append",
+        choices=("float32", "bfloat16"),
+        help="of everything, repeatable; default float32 on CPU, else bfloat16",
     )
     parser.add_argument("--case", action="append", choices=("decode", "prefill"), help="repeatable; default both")
-    parser.add_argument("--requests", type=int, default=32, help="of a decode step")
-    parser.add_argument("--context", type=int, help="tokens of each request in decode; default 2000 on CPU, else 8192")
-    parser.add_argument("--prefill", type=int, help="tokens of a prompt; default 2048 on CPU, else 8192")
-    parser.add_argument("--block-size", type=int, help="default as in the engine on this platform")
-    parser.add_argument("--implementation", action="append", help="repeatable; default all of this platform")
-    parser.add_argument("--rounds", type=int, default=20, help="timings of each, in turns; the median is shown")
+    parser.add_argument("--requests", type=positive, default=32, help="of a decode step")
+    parser.add_argument(
+        "--context", type=positive, help="tokens of each request in decode; default 2000 on CPU, else 8192"
+    )
+    parser.add_argument("--prefill", type=positive, help="tokens of a prompt; default 2048 on CPU, else 8192")
+    parser.add_argument("--block-size", type=positive, help="default as in the engine on this platform")
+    parser.add_argument(
+        "--implementation", action="append", choices=IMPLEMENTATIONS, help="repeatable; default all of this platform"
+    )
+    parser.add_argument("--rounds", type=positive, default=20, help="timings of each, in turns; the median is shown")
     parser.add_argument("--peer-python", help="interpreter of an environment with torch, and vLLM where it runs on CPU")
-    parser.add_argument("--threads", type=int, help="CPU threads of both sides; default all cores")
+    parser.add_argument("--threads", type=positive, help="CPU threads of both sides; default all cores")
     parser.add_argument("--json", help="file for the result")
     options = parser.parse_args(argv)
     threads = _limit_threads(options.threads)

@@ -175,7 +175,7 @@ def ragged_paged_attention(
         (lead[1] * (short.rows // rows), num_requests),
         {**read, **{name: results[name] for name in partials}},
         {"out": results["out"]},
-        short._replace(num_warps=4, num_stages=1),
+        short._replace(num_warps=8, num_stages=1),
         interpret,
     )["out"]
 
@@ -273,7 +273,9 @@ def _short_tile(static: _Static) -> _Tile:
     rows = min(64, max(MIN_ROWS, pl.next_power_of_2(static.group)))
     elements = 8192 if static.product_dtype.itemsize == 2 else 4096
     chunk = min(128, max(16, elements // static.padded_dim))
-    return _tile(static, "short", _Sizes(rows, chunk, num_warps=4, num_stages=3))
+    # Queries of 256 columns leave four warps too few registers for the conversion of keys.
+    num_warps = 8 if static.padded_dim > 128 and static.kv_dtype.itemsize == 1 else 4
+    return _tile(static, "short", _Sizes(rows, chunk, num_warps, num_stages=3))
 
 
 def _long_tile(static: _Static) -> _Tile:
@@ -286,7 +288,7 @@ def _long_tile(static: _Static) -> _Tile:
     if static.product_dtype.itemsize == 4:
         rows, chunk, num_warps = (32, 32, 8) if static.padded_dim <= 64 else (16, 4096 // static.padded_dim, 4)
     elif static.decodes_fp8:
-        rows, chunk = 64, 16 if wide else 32
+        rows, chunk = 64, min(64, 4096 // static.padded_dim)
     elif wide:
         rows, chunk = 128 if has_tensor_memory else 64, 32
     else:

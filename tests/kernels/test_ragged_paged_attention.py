@@ -439,7 +439,7 @@ class TestDispatch:
             choice = explain(*SMALL_CALL, scale=1.0, platform="gpu")
         assert choice.implementation == "triton", choice
         assert list(choice.refusals) == ["mosaic_gpu"]
-        if jax.__version_info__ >= (0, 11):
+        if jax.__version_info__ >= (0, 12):
             assert choice.refusals["mosaic_gpu"] == "needs compute capability 9.0, the device has 8.0"
 
     def test_a_kernel_whose_backend_is_missing_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:

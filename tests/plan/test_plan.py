@@ -79,13 +79,14 @@ HLO = """
   %all-reduce.4 = bf16[8,64]{1,0} all-reduce(%dot.4), metadata={op_name="jit(step)/layer_10/mlp/dot"}
   %all-gather.1 = f32[8]{0} all-gather(%max.1), metadata={op_name="jit(step)/sample/reduce"}
   %k.1 = bf16[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", metadata={op_name="step/decode/pallas_call"}
+  %k.3 = bf16[8]{0} custom-call(%a), custom_call_target="mosaic_gpu_v2", metadata={op_name="step/tile/mpmd_map" id=7}
   %k.2 = bf16[8]{0} custom-call(%a), custom_call_target="TopK", metadata={op_name="jit(step)/sample/top_k"}
 """
 
 
 def test_collectives_and_kernels_are_counted() -> None:
     assert plan.count_collectives(HLO) == ({"all-reduce": 2}, {"all-gather": 1})
-    assert plan.count_kernels(HLO) == {"decode": 1}
+    assert plan.count_kernels(HLO) == {"decode": 1, "tile": 1}
 
 
 @pytest.mark.parametrize(
