@@ -37,6 +37,7 @@ class SamplingTensors(NamedTuple):
         seeds: two words of the 64-bit seed, sample index.
         positions: index in the sequence of the token being sampled; it keys the noise.
         suppress_stop: end ids are masked (min_tokens not reached).
+        has_mask: only the tokens in ``SamplingState.token_mask`` may come.
     """
 
     slots: Int[Array, " B"]
@@ -51,6 +52,7 @@ class SamplingTensors(NamedTuple):
     repetition_penalty: Float[Array, " B"]
     suppress_stop: Bool[Array, " B"]
     has_bias: Bool[Array, " B"]
+    has_mask: Bool[Array, " B"]
 
 
 class SamplingState(NamedTuple):
@@ -62,12 +64,15 @@ class SamplingState(NamedTuple):
             Only requests with penalties have meaningful rows.
         logit_bias: added to the logits; -inf forbids. Only requests with a bias have meaningful rows.
         stop_ids: ids masked until min_tokens; padded with the vocabulary size.
+        token_mask: bit i % 32 of word i // 32 is set if token i may come next. Only requests with a constraint have
+            meaningful rows; these are written before every step.
     """
 
     last_token: Int[Array, " S"]
     token_counts: Int[Array, "S V"]
     logit_bias: Float[Array, "S V"]
     stop_ids: Int[Array, "S E"]
+    token_mask: Int[Array, "S W"]
 
 
 class ScoredTokens(NamedTuple):
@@ -86,8 +91,11 @@ class StepOutput(NamedTuple):
         token_ids: the sampled ids by row; meaningless for padding rows.
         sampled: scores of the sampled tokens; zeros unless some row asked for logprobs.
         prompt: scores of the next prompt token at each position; zeros unless some row asked for them.
+        pooled: per row the hidden state of its last token in the step, or the sum over its tokens if it wants a mean;
+            zeros unless some row is pooled.
     """
 
     token_ids: Int[Array, " B"]
     sampled: ScoredTokens
     prompt: ScoredTokens
+    pooled: Float[Array, "B D"]

@@ -10,7 +10,9 @@ import enum
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, Protocol, Self, TypedDict
+
+import numpy as np
 
 from jaxpage.errors import ParameterError, shown
 
@@ -20,6 +22,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 1024
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are treated as 0."""
 
@@ -111,6 +115,95 @@ def _range_text(low: float | None, high: float | None) -> str:
     return f"at least {low}" if low is not None else f"at most {high}"
 
 
+class TokenConstraint(Protocol):
+    """Which tokens one sample may take next: a matcher that follows its tokens on the host.
+
+    A step's mask depends on the token before, so a sample with a constraint is scheduled only when its last token is
+    known to the host (see ``EngineCore.step``).
+    """
+
+    def mask(self, allowed: np.ndarray) -> None:
+        """Clears the bits of the tokens that are forbidden now. An exception ends the request with an error.
+
+        Args:
+            allowed: int32 words ``[ceil(vocab_size / 32)]``; bit ``i % 32`` of word ``i // 32`` stands for token i.
+        """
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The sample got this token, which the mask allowed. Never raises: ``mask`` says what is wrong."""
+        ...
+
+    def fork(self) -> Self:
+        """An independent matcher in the same state."""
+        ...
+
+
+@dataclasses.dataclass(kw_only=True)
+class StructuredOutputsParams:
+    """What the text has to be; exactly one field is set. vLLM's class of this name.
+
+    Attributes:
+        json: a JSON schema, as an object or as its text: the answer is a JSON value that it accepts.
+        regex: the whole answer matches it.
+        choice: the answer is one of these strings.
+        grammar: a context-free grammar in llguidance's dialect of Lark or in GBNF; the start rule is start or root.
+        json_object: True: the answer is any JSON object.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    compiled: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    """What a ``ConstraintBuilder`` made of it, so that nothing is compiled twice between check and use."""
+
+    def __post_init__(self) -> None:
+        if self.json_object is not None and not check_bool("json_object", self.json_object):
+            self.json_object = None
+        kinds = [each.name for each in dataclasses.fields(self) if each.init]
+        given = [name for name in kinds if getattr(self, name) is not None]
+        if len(given) != 1:
+            names = ", ".join(kinds)
+            raise ParameterError(
+                "structured_outputs", f"needs exactly one of {names}, got {', '.join(given) or 'none'}"
+            )
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ParameterError(f"structured_outputs.{name}", f"must be a non-empty string, got {shown(value)}")
+        if self.choice is not None:
+            is_list = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
+            if not is_list or not self.choice or not all(isinstance(each, str) and each for each in self.choice):
+                raise ParameterError(
+                    "structured_outputs.choice", f"must be a list of non-empty strings, got {shown(self.choice)}"
+                )
+            self.choice = list(self.choice)
+
+
+@dataclasses.dataclass(kw_only=True)
+class PoolingParams:
+    """How the hidden states of a prompt become one vector.
+
+    Attributes:
+        pooling: "last" takes the state of the last token, "mean" the mean over all tokens.
+        normalize: scale the vector to length 1.
+        dimensions: keep only this many leading numbers (before scaling), for models trained that way; None: all.
+    """
+
+    pooling: str = "last"
+    normalize: bool = True
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling not in ("last", "mean"):
+            raise ParameterError("pooling", f'must be "last" or "mean", got {shown(self.pooling)}')
+        check_bool("normalize", self.normalize)
+        if self.dimensions is not None:
+            self.dimensions = check_int("dimensions", self.dimensions, 1)
+
+
 @dataclasses.dataclass(kw_only=True)
 class SamplingParams:
     """How to generate: the names, defaults and meaning of vLLM's class of this name.
@@ -130,6 +223,9 @@ class SamplingParams:
         logprobs, prompt_logprobs: None, or how many alternatives to list beside the chosen token (-1: all).
         logit_bias: token id -> value in [-100, 100], added to the logit.
         allowed_token_ids: only these ids may be generated.
+        bad_words: up to 128 words that are never spelt by whole generated tokens, whichever tokens these are; neither
+            as they stand nor after a blank. A longer token that merely contains the word is no offence.
+        structured_outputs: what the text has to be. Not together with ``ignore_eos``.
     """
 
     n: int = 1
@@ -155,6 +251,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -192,6 +290,10 @@ class SamplingParams:
             self.allowed_token_ids = check_token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise ParameterError("allowed_token_ids", "must not be empty")
+        self.bad_words = _checked_bad_words(self.bad_words)
+        given = self.structured_outputs
+        if given is not None and not isinstance(given, StructuredOutputsParams):
+            raise ParameterError("structured_outputs", f"must be StructuredOutputsParams, got {shown(given)}")
         if not self.detokenize and self.stop:
             raise ParameterError("stop", "needs detokenize=True")
 
@@ -306,6 +408,21 @@ def _checked_stop(stop: Any) -> list[str]:
     return list(values)
 
 
+def _checked_bad_words(words: Any) -> list[str]:
+    if words is None:
+        return []
+    if not isinstance(words, Sequence) or isinstance(words, str):
+        raise ParameterError("bad_words", f"must be a list of strings, got {shown(words)}")
+    if len(words) > MAX_BAD_WORDS:
+        raise ParameterError("bad_words", f"holds {len(words)} words, at most {MAX_BAD_WORDS} are allowed")
+    for word in words:
+        if not isinstance(word, str) or not word or len(word) > MAX_BAD_WORD_LENGTH:
+            raise ParameterError(
+                "bad_words", f"each must be a string of 1 to {MAX_BAD_WORD_LENGTH} characters, got {shown(word)}"
+            )
+    return list(words)
+
+
 def _checked_bias(bias: Any) -> dict[int, float]:
     if not bias:
         if bias is None or isinstance(bias, Mapping):
@@ -357,7 +474,11 @@ class Request:
         num_pending_tokens: tokens sampled on the device in steps in flight, whose ids the host does not know yet.
         seed: 64-bit seed of the noise; with ``sample_index`` and the position it determines every sample.
         end_token_ids: ids that end the sample by themselves (model's end ids unless ignored, and stop ids).
+        constraint: follows the sample's tokens and masks the next; None leaves all tokens open.
+        pooling: how the prompt's hidden states are pooled instead of sampling; such a request has max_tokens 0.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before it.
+        num_prefill_tokens: tokens that count as prefill and not as decode: the prompt, and what a preemption lost.
+        num_lost_tokens: leading tokens that a preemption made to be computed again; 0 without one.
         num_named_blocks: leading blocks that can be found in the prefix cache.
         slot: row of the per-request device state while running, else -1.
         is_beam: its next token is chosen by a beam search and not by sampling.
@@ -373,6 +494,8 @@ class Request:
     sample_index: int = 0
     end_token_ids: frozenset[int] = frozenset()
     cache_salt: str | None = None
+    constraint: TokenConstraint | None = None
+    pooling: str | None = None
     arrival_time_s: float = dataclasses.field(default_factory=time.monotonic)
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -380,6 +503,8 @@ class Request:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int = -1
+    num_prefill_tokens: int = 0
+    num_lost_tokens: int = 0
     num_preemptions: int = 0
     block_ids: list[int] = dataclasses.field(default_factory=list)
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
@@ -392,10 +517,17 @@ class Request:
     stop_reason: int | str | None = None
     num_scored_tokens: int = 0
     """Prompt tokens whose prompt_logprobs were delivered; a recomputed prompt is not scored twice."""
+    pooled: np.ndarray | None = None
+    """float32 [D]: what ``pooling`` has gathered so far: a sum over tokens, or the last token's state."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids or self.prompt_token_ids)
-        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.num_prompt_tokens = self.num_prefill_tokens = len(self.prompt_token_ids)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """The hidden states of all prompt tokens are wanted, so none of them may come from the prefix cache."""
+        return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def num_tokens(self) -> int:
@@ -450,10 +582,12 @@ class CompletionOutput:
 
 @dataclasses.dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds since the epoch; None: not yet."""
+    """When things happened to a prompt and its samples, in seconds since the epoch; None: not yet, or never."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finished_time: float | None = None
 
 
@@ -475,3 +609,23 @@ class RequestOutput:
     prompt_logprobs: list[LogprobDict | None] | None = None
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class EmbeddingOutput:
+    """A prompt as a vector.
+
+    Attributes:
+        embedding: float32 [hidden_size], or [dimensions] if these were asked for.
+        finished: there is but one output.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    embedding: np.ndarray
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)

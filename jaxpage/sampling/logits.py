@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxpage.batch import SamplingState, SamplingTensors
 
@@ -16,7 +16,7 @@ PROMPT_FLAG = 1 << 24
 
 
 def edit_logits(logits: Float[Array, "B V"], sampling: SamplingTensors, state: SamplingState) -> Float[Array, "B V"]:
-    """Repetition, presence and frequency penalties, then the bias, then the mask of end ids, where a row asks."""
+    """Penalties, then the bias, then the masks of tokens and of end ids, where a row asks."""
     rows = jnp.arange(len(logits))
     counts = state.token_counts[sampling.slots]
     generated = counts & (PROMPT_FLAG - 1)
@@ -29,8 +29,16 @@ def edit_logits(logits: Float[Array, "B V"], sampling: SamplingTensors, state: S
     counted -= sampling.presence_penalty[:, None] * (generated > 0)
     edited = jnp.where(has_counts, counted, edited)
     edited = jnp.where(sampling.has_bias[:, None], edited + state.logit_bias[sampling.slots], edited)
+    may_come = _unpacked(state.token_mask[sampling.slots], logits.shape[1])
+    edited = jnp.where(sampling.has_mask[:, None] & ~may_come, -jnp.inf, edited)
     stop_ids = jnp.where(sampling.suppress_stop[:, None], state.stop_ids[sampling.slots], logits.shape[1])
     return edited.at[rows[:, None], stop_ids].set(-jnp.inf, mode="drop")
+
+
+def _unpacked(words: Int[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
+    """One boolean a token from masks of 32 tokens a word."""
+    bits = (words[:, :, None] >> jnp.arange(32)) & 1
+    return bits.reshape(len(words), -1)[:, :vocab_size] != 0
 
 
 def filter_logits(logits: Float[Array, "B V"], sampling: SamplingTensors) -> Float[Array, "B V"]:

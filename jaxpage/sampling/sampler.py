@@ -31,6 +31,8 @@ def sample(
 ) -> Int[Array, " B"]:
     """The next token of each row. Rows with temperature 0 take the largest logit, the lowest id among ties.
 
+    A row with a NaN among its logits has no next token and gets -1.
+
     Args:
         logits: float32, raw.
         has_edits: some row has penalties, a bias or masked end ids; has_randomness: some row has a temperature;
@@ -42,21 +44,25 @@ def sample(
         return lax.cond(has_randomness, lambda: draw(edited), lambda: lowest_argmax(edited))
 
     def draw(edited: Float[Array, "B V"]) -> Int[Array, " B"]:
-        is_greedy = sampling.temperature < GREEDY_TEMPERATURE
+        best = jnp.max(edited, axis=1, keepdims=True)
+        # Where a logit is NaN the maximum is, too, and the largest logit is a NaN: what tells such rows below.
+        is_greedy = (sampling.temperature < GREEDY_TEMPERATURE) | jnp.isnan(best[:, 0])
         temperature = jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
         # The maximum is subtracted first: dividing large logits by a small temperature must not overflow.
-        scaled = (edited - jnp.max(edited, axis=1, keepdims=True)) / temperature
+        scaled = (edited - best) / temperature
         scaled = lax.cond(has_filters, lambda: filter_logits(scaled, sampling), lambda: scaled)
         # argmax(logits + Gumbel noise) is a draw from softmax(logits).
         drawn = scaled + _noise(sampling.seeds, sampling.positions, logits.shape[1])
         return lowest_argmax(jnp.where(is_greedy[:, None], edited, drawn))
 
     # The common case, greedy without edits, must not pay for a copy of the logits.
-    return lax.cond(has_edits | has_randomness, general, lambda: lowest_argmax(logits))
+    token_ids = lax.cond(has_edits | has_randomness, general, lambda: lowest_argmax(logits))
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
+    return jnp.where(jnp.isnan(chosen), -1, token_ids)
 
 
 def lowest_argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """The index of the largest value of each row, the lowest among ties."""
+    """The index of the largest value of each row, the lowest among ties. NaN counts as the largest."""
     return lax.platform_dependent(logits, cpu=_argmax_in_two_steps, default=_argmax)
 
 
