@@ -79,6 +79,12 @@ def inverse_frequencies(config: Mapping[str, Any]) -> np.ndarray:
 
 def logits(config: Mapping[str, Any], tensors: Tensors, token_ids: list[int]) -> np.ndarray:
     """Logits of every position, float64 [T, V]."""
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    return hidden_states(config, tensors, token_ids) @ head.astype(np.float64).T
+
+
+def hidden_states(config: Mapping[str, Any], tensors: Tensors, token_ids: list[int]) -> np.ndarray:
+    """What the head reads at every position, float64 [T, D]."""
     weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     x = weights["model.embed_tokens.weight"][token_ids]
     angles = np.arange(len(token_ids))[:, None] * inverse_frequencies(config)
@@ -86,8 +92,7 @@ def logits(config: Mapping[str, Any], tensors: Tensors, token_ids: list[int]) ->
         prefix = f"model.layers.{index}"
         x = x + _attention(config, weights, f"{prefix}.self_attn", _norm(config, weights, f"{prefix}.input", x), angles)
         x = x + _mlp(config, weights, f"{prefix}.mlp", _norm(config, weights, f"{prefix}.post_attention", x))
-    x = _rms(config, weights["model.norm.weight"], x)
-    return x @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
+    return _rms(config, weights["model.norm.weight"], x)
 
 
 def greedy(config: Mapping[str, Any], tensors: Tensors, prompt: list[int], count: int) -> list[int]:

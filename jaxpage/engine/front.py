@@ -9,22 +9,26 @@ import copy
 import dataclasses
 import logging
 import random
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpage.config import EngineArgs
+import numpy as np
+
+from jaxpage.config import RECOMMENDED_VALUES, EngineArgs
 from jaxpage.engine.build import build
 from jaxpage.engine.core import SearchOutput, TokenOutput, TokenScores
+from jaxpage.engine.meter import Meter, PromptLife, SampleLife
 from jaxpage.errors import ParameterError, shown
+from jaxpage.grammar import ConstraintBuilder
 from jaxpage.request import (
     BeamSearchParams,
     CompletionOutput,
+    EmbeddingOutput,
     FinishReason,
     Logprob,
     LogprobDict,
+    PoolingParams,
     Request,
-    RequestMetrics,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -41,10 +45,11 @@ from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
 logger = logging.getLogger("jaxpage")
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
+_NO_SAMPLING = SamplingParams(temperature=0, max_tokens=0)
 _BEAM_SAMPLING = SamplingParams(temperature=0)
 """What the step does for a beam's row beside listing its most likely tokens."""
-RECOMMENDED_VALUES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a checkpoint's generation_config may set for requests that leave it open."""
+Params = SamplingParams | BeamSearchParams | PoolingParams
+Output = RequestOutput | EmbeddingOutput
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -56,6 +61,7 @@ class Sample:
     detokenizer: IncrementalDetokenizer | None
     logprobs: list[LogprobDict]
     cumulative_logprob: float = 0.0
+    life: SampleLife = dataclasses.field(default_factory=SampleLife)
     num_sent_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -71,8 +77,8 @@ class PromptState:
     params: SamplingParams
     samples: list[Sample]
     prompt_logprobs: list[LogprobDict | None] | None
+    life: PromptLife
     sent_prompt_logprobs: bool = False
-    metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.time()))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -86,7 +92,17 @@ class SearchState:
     search: BeamSearch
     group: RequestGroup
     first: Request
-    metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.time()))
+    life: PromptLife
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PoolingState:
+    """One prompt whose vector is computed."""
+
+    request_id: str
+    params: PoolingParams
+    request: Request
+    life: PromptLife
 
 
 class Engine:
@@ -99,11 +115,16 @@ class Engine:
         self.model = loaded.model
         self.config = loaded.config
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.generation_config: dict[str, Any] = _usable(loaded.generation_config)
+        recommended = _usable(loaded.generation_config, args.generation_config == "auto")
+        self.generation_config: dict[str, Any] = recommended | dict(args.override_generation_config or {})
         self._prompts: dict[str, PromptState] = {}
         self._samples: dict[Request, tuple[PromptState, Sample]] = {}
         self._searches: dict[str, SearchState] = {}
+        self._poolings: dict[str, PoolingState] = {}
+        self._constraints = ConstraintBuilder(self.tokenizer, self.model.vocab_size, tuple(self.model.end_token_ids))
         self._seeds = random.Random(args.seed)
+        self._meter = Meter(self.core, self.config)
+        self.metrics = self._meter.metrics
 
     @property
     def has_work(self) -> bool:
@@ -112,7 +133,7 @@ class Engine:
     @property
     def num_unfinished(self) -> int:
         """Prompts that have not ended."""
-        return len(self._prompts) + len(self._searches)
+        return len(self._prompts) + len(self._searches) + len(self._poolings)
 
     def default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own recommendation, with the usual defaults for what it leaves open."""
@@ -139,14 +160,17 @@ class Engine:
     def check(
         self,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams | BeamSearchParams,
+        params: Params,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Raises ParameterError, with the numbers, if the engine cannot serve this. Changes nothing."""
+        """Raises ParameterError, with the numbers, if the engine cannot serve this. Changes nothing.
+
+        Callable from any thread. Compiles the grammar of a structured output, which may take a while the first time.
+        """
         if cache_salt is not None:
             check_cache_salt("cache_salt", cache_salt)
-        if not isinstance(params, SamplingParams | BeamSearchParams):
+        if not isinstance(params, Params):
             raise ParameterError("sampling_params", f"must be SamplingParams or BeamSearchParams, got {shown(params)}")
         if check_int("priority", priority, -(2**63), 2**63 - 1) and self.config.scheduling_policy != "priority":
             raise ParameterError("priority", f'needs scheduling_policy "priority", got {priority}')
@@ -154,7 +178,8 @@ class Engine:
         if length == 0:
             raise ParameterError("prompt", "has no tokens")
         check_token_ids("prompt_token_ids", prompt_token_ids, self.model.vocab_size)
-        if length >= config.max_model_len and not (params.max_tokens == 0 and length == config.max_model_len):
+        generates = not isinstance(params, PoolingParams) and params.max_tokens != 0
+        if length + generates > config.max_model_len:
             raise ParameterError(
                 "prompt",
                 f"has {length} tokens; max_model_len is {config.max_model_len} and one token must be left to generate",
@@ -167,6 +192,10 @@ class Engine:
                 f"has {length} tokens and needs {pool.blocks_for(length)} KV blocks of {pool.block_size}; "
                 f"the whole KV cache has {pool.pool.num_usable}",
             )
+        if isinstance(params, PoolingParams):
+            if params.dimensions is not None and params.dimensions > self.model.hidden_size:
+                raise ParameterError("dimensions", f"{params.dimensions} is above the model's {self.model.hidden_size}")
+            return
         params.validate_for(self.model.vocab_size, config.max_model_len, self.args.max_logprobs)
         if isinstance(params, BeamSearchParams):
             self._check_width(params)
@@ -176,44 +205,50 @@ class Engine:
             raise ParameterError(
                 "allowed_token_ids", "holds nothing but end and stop ids, which min_tokens forbids at the beginning"
             )
+        self._constraints.check(params)
 
     def add(
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams | BeamSearchParams,
+        params: Params,
         *,
         prompt: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        arrival_s: float | None = None,
     ) -> None:
-        """Queues one prompt with all its samples, or its search.
+        """Queues one prompt with all its samples, or its search, or to be pooled.
+
+        ``arrival_s`` is when its call came, on the monotonic clock; None: now.
 
         Raises:
             ParameterError: if ``check`` does, or the id is in use.
         """
-        if request_id in self._prompts or request_id in self._searches:
+        if request_id in self._prompts or request_id in self._searches or request_id in self._poolings:
             raise ParameterError("request_id", f"{shown(request_id)} is in use")
         self.check(prompt_token_ids, params, priority, cache_salt)
+        if isinstance(params, PoolingParams):
+            request = Request(
+                request_id, prompt_token_ids, _NO_SAMPLING, 0, cache_salt=cache_salt, pooling=params.pooling
+            )
+            life = self._meter.arrived(self.core.add(request, priority=priority), 1, 0, arrival_s)
+            self._poolings[request_id] = PoolingState(request_id, copy.copy(params), request, life)
+            return
         room = self.config.max_model_len - len(prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if isinstance(params, BeamSearchParams):
             search = BeamSearch(params, max_tokens, self._end_ids(params), self.model.vocab_size)
             request = Request(request_id, prompt_token_ids, _BEAM_SAMPLING, max_tokens, cache_salt=cache_salt)
             group = self.core.add(request, priority=priority, search=search)
+            life = self._meter.arrived(group, params.beam_width, max_tokens, arrival_s)
             self._searches[request_id] = SearchState(
-                request_id, prompt, prompt_token_ids, copy.copy(params), search, group, request
+                request_id, prompt, prompt_token_ids, copy.copy(params), search, group, request, life
             )
             return
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        state = PromptState(
-            request_id,
-            prompt,
-            prompt_token_ids,
-            copy.copy(params),
-            samples=[],
-            prompt_logprobs=None if params.prompt_logprobs is None else [None],
-        )
+        constraint = self._constraints.build(params)
+        samples: list[Sample] = []
         for index in range(params.n):
             request = Request(
                 request_id=f"{request_id}/{index}",
@@ -224,33 +259,52 @@ class Engine:
                 sample_index=index,
                 end_token_ids=self._end_ids(params),
                 cache_salt=cache_salt,
+                constraint=None if constraint is None else constraint.fork(),
             )
-            sample = Sample(index, request, self._detokenizer(prompt_token_ids, params), [])
-            state.samples.append(sample)
-            self._samples[request] = (state, sample)
+            samples.append(Sample(index, request, self._detokenizer(prompt_token_ids, params), []))
+        group = self.core.add(*(sample.request for sample in samples), priority=priority)
+        state = PromptState(
+            request_id,
+            prompt,
+            prompt_token_ids,
+            copy.copy(params),
+            samples=samples,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            life=self._meter.arrived(group, params.n, max_tokens, arrival_s),
+        )
         self._prompts[request_id] = state
-        self.core.add(*(sample.request for sample in state.samples), priority=priority)
+        self._samples |= {sample.request: (state, sample) for sample in samples}
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a prompt's samples now; returns its last output, or None if the id is unknown."""
         if request_id in self._searches:
             return self._abort_search(self._searches[request_id])
+        if request_id in self._poolings:
+            pooling = self._poolings.pop(request_id)
+            self.core.finish(pooling.request, FinishReason.ABORT)
+            self._meter.over(pooling.life, [], FinishReason.ABORT)
+            self._meter.aborted([])
+            return None
         state = self._prompts.get(request_id)
         if state is None:
             return None
-        for sample in state.samples:
-            if sample.finish_reason is None:
-                self.core.finish(sample.request, FinishReason.ABORT)
-                self._end(sample, FinishReason.ABORT, None)
+        running = [sample for sample in state.samples if sample.finish_reason is None]
+        for sample in running:
+            self.core.finish(sample.request, FinishReason.ABORT)
+            self._end(sample, FinishReason.ABORT, None)
+        self._meter.aborted([(state.life, running)])
         return self._output(state, state.samples)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Output]:
         """Runs one step of the core; returns what is new, by the output kind each prompt asked for."""
-        changed: dict[PromptState, list[Sample]] = {}
-        outputs: list[RequestOutput] = []
+        changed: dict[PromptState, dict[Sample, None]] = {}
+        outputs: list[Output] = []
         for output in self.core.step():
             if isinstance(output, SearchOutput):
                 outputs += [self._searched(state) for state in self._searches_of(output.group)]
+                continue
+            if output.request.pooling is not None:
+                outputs += self._pooled(output.request)
                 continue
             if output.request not in self._samples:
                 continue  # aborted while its step was in flight
@@ -264,10 +318,11 @@ class Engine:
                 sample.detokenizer = None
                 self._end(sample, FinishReason.ERROR, None)
             if output.token_ids or sample.finish_reason is not None:
-                changed.setdefault(state, []).append(sample)
+                changed.setdefault(state, {})[sample] = None
+        self._meter.stepped((state.life, list(samples)) for state, samples in changed.items())
         for state, samples in changed.items():
             if state.params.output_kind is not RequestOutputKind.FINAL_ONLY or self._is_over(state):
-                outputs.append(self._output(state, samples))
+                outputs.append(self._output(state, list(samples)))
         return outputs
 
     def _check_width(self, params: BeamSearchParams) -> None:
@@ -339,11 +394,7 @@ class Engine:
     def _output(self, state: PromptState, changed: list[Sample]) -> RequestOutput:
         is_delta = state.params.output_kind is RequestOutputKind.DELTA
         is_over = self._is_over(state)
-        now = time.time()
-        if state.metrics.first_token_time is None and any(s.request.num_known_output_tokens for s in state.samples):
-            state.metrics.first_token_time = now
         if is_over:
-            state.metrics.finished_time = now
             self._prompts.pop(state.request_id, None)
         prompt_logprobs = None
         # Another sample may have tokens before the first one, which scores the prompt, is through with it.
@@ -359,8 +410,23 @@ class Engine:
             finished=is_over,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max(0, state.samples[0].request.num_cached_tokens),
-            metrics=state.metrics,
+            metrics=state.life.metrics,
         )
+
+    def _pooled(self, request: Request) -> list[EmbeddingOutput]:
+        """The vector of a pooled prompt that is computed; nothing if it was aborted."""
+        state = self._poolings.get(request.request_id)
+        if state is None or not request.is_finished:
+            return []
+        del self._poolings[request.request_id]
+        self._meter.over(state.life, [], FinishReason.STOP)
+        assert request.pooled is not None, "a computed prompt has been pooled"
+        vector = request.pooled / request.num_prompt_tokens if state.params.pooling == "mean" else request.pooled
+        vector = vector[: state.params.dimensions]
+        if state.params.normalize:
+            vector = vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
+        cached = max(0, request.num_cached_tokens)
+        return [EmbeddingOutput(request.request_id, request.prompt_token_ids, vector.astype(np.float32), cached)]
 
     def _searches_of(self, group: RequestGroup) -> list[SearchState]:
         return [state for state in self._searches.values() if state.group is group]
@@ -371,10 +437,12 @@ class Engine:
         for beam in state.search.ended:
             if beam.finish_reason is FinishReason.LENGTH:
                 beam.finish_reason = FinishReason.ABORT
-        return self._searched(state)
+        output = self._searched(state, FinishReason.ABORT)
+        self._meter.aborted([])
+        return output
 
-    def _searched(self, state: SearchState) -> RequestOutput:
-        """The output of a search that is over."""
+    def _searched(self, state: SearchState, reason: FinishReason | None = None) -> RequestOutput:
+        """The output of a search that is over; ``reason`` None: why its best beam ended."""
         del self._searches[state.request_id]
         try:
             outputs = [self._beam_output(state, index, beam) for index, beam in enumerate(state.search.ended)]
@@ -382,7 +450,9 @@ class Engine:
             # Turning tokens into text concerns this request alone; the others go on.
             logger.exception("request %s failed", state.request_id)
             outputs = [CompletionOutput(0, "", [], finish_reason=FinishReason.ERROR.value)]
-        state.metrics.first_token_time = state.metrics.finished_time = time.time()
+        if reason is None:
+            reason = FinishReason(outputs[0].finish_reason or FinishReason.LENGTH) if outputs else FinishReason.LENGTH
+        self._meter.over(state.life, [len(beam.token_ids) for beam in state.search.ended], reason)
         return RequestOutput(
             request_id=state.request_id,
             prompt=state.prompt,
@@ -390,7 +460,7 @@ class Engine:
             outputs=outputs,
             finished=True,
             num_cached_tokens=max(0, state.first.num_cached_tokens),
-            metrics=state.metrics,
+            metrics=state.life.metrics,
         )
 
     def _beam_output(self, state: SearchState, index: int, beam: Beam) -> CompletionOutput:
@@ -448,13 +518,13 @@ def _completion(sample: Sample, is_delta: bool) -> CompletionOutput:
     )
 
 
-def _usable(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+def _usable(generation_config: Mapping[str, Any], keep_sampling: bool) -> dict[str, Any]:
     """Without the sampling values no request could have: they are the checkpoint's fault, not a client's."""
     kept = dict(generation_config)
     for name in RECOMMENDED_VALUES:
         value = kept.get(name)
         try:
-            if value is not None:
+            if value is not None and keep_sampling:
                 SamplingParams(**{name: value})
                 continue
         except ParameterError as error:

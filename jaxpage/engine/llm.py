@@ -12,12 +12,14 @@ from typing import Any, cast
 import rich.progress
 
 from jaxpage.config import EngineArgs
-from jaxpage.engine.front import Engine, Prompt, salt_of
+from jaxpage.engine.front import Engine, Output, Prompt, salt_of
 from jaxpage.errors import ParameterError, shown
 from jaxpage.kv.manager import KVCacheStats
 from jaxpage.request import (
     BeamSearchParams,
+    EmbeddingOutput,
     LogprobDict,
+    PoolingParams,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -164,6 +166,28 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """Every prompt as a vector made of the model's last hidden states; the results are in the order of the prompts.
+
+        Raises:
+            ParameterError: for a bad prompt or parameter, before anything is computed.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise ParameterError("pooling_params", f"must be PoolingParams, got {shown(pooling_params)}")
+        items = _as_list(prompts)
+        tokenized = [_naming(index, items, self.engine.tokenize, prompt) for index, prompt in enumerate(items)]
+        jobs = [
+            _Job(str(next(self._ids)), text, ids, params, 0, salt_of(prompt))
+            for prompt, (text, ids) in zip(items, tokenized, strict=True)
+        ]
+        return cast(list[EmbeddingOutput], self._run(jobs, use_tqdm))
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
         self.engine.core.scheduler.kv.reset_prefix_cache()
@@ -185,11 +209,11 @@ class LLM:
             raise ParameterError("sampling_params", f"has {len(given)} entries for {count} prompts")
         return list(given)
 
-    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[Any]:
         engine = self.engine
         for index, job in enumerate(jobs):
             _naming(index, jobs, engine.check, job.token_ids, job.params, job.priority, job.cache_salt)
-        done: dict[str, RequestOutput] = {}
+        done: dict[str, Output] = {}
         try:
             for job in jobs:
                 engine.add(
@@ -220,7 +244,7 @@ class _Job:
     request_id: str
     text: str | None
     token_ids: list[int]
-    params: Params
+    params: Params | PoolingParams
     priority: int
     cache_salt: str | None
 
@@ -245,7 +269,7 @@ def _naming(index: int, prompts: Sequence[Any], function: Callable[..., Any], *a
         raise ParameterError(f"prompts[{index}]", str(error)) from error
 
 
-def _final_only(params: Params) -> Params:
+def _final_only(params: Params | PoolingParams) -> Params | PoolingParams:
     params = copy.copy(params)
     if isinstance(params, SamplingParams):
         params.output_kind = RequestOutputKind.FINAL_ONLY

@@ -105,6 +105,7 @@ class KVCacheManager:
         self.num_host_blocks = num_host_blocks
         self.counters = KVCounters()
         self.block_ops: list[BlockOp] = []
+        self.num_swapped_requests = 0
         self._model = model
         self._root_without_salt = root_hash(model=model)
         self._free_host_blocks = list(range(num_host_blocks - 1, -1, -1))
@@ -134,7 +135,7 @@ class KVCacheManager:
 
         A request that scores its prompt needs logits at every position, so it takes nothing from the cache.
         """
-        if not self.enable_prefix_caching or request.params.prompt_logprobs is not None:
+        if not self.enable_prefix_caching or request.needs_whole_prompt:
             return NO_PREFIX
         self._extend_hashes(request)
         limit = len(request.token_ids) - 1
@@ -256,6 +257,7 @@ class KVCacheManager:
         host_block_of = {block: self._free_host_blocks.pop() for block in blocks}
         self.block_ops += [BlockOp(BlockOpKind.SWAP_OUT, block, host) for block, host in host_block_of.items()]
         self.counters.num_swapped_out_blocks += len(blocks)
+        self.num_swapped_requests += len(requests)
         swapped = SwappedBlocks({})
         for request in requests:
             swapped.tables[request] = [host_block_of[block] for block in request.block_ids]
@@ -289,11 +291,13 @@ class KVCacheManager:
             seen.update(table)
             self.name_blocks(request, being_written=False)
         self._free_host_blocks += host_blocks
+        self.num_swapped_requests -= len(swapped.tables)
         return True
 
     def drop_swapped(self, swapped: SwappedBlocks, request: Request) -> None:
         """Frees what the host keeps for this request alone."""
         table = swapped.tables.pop(request)
+        self.num_swapped_requests -= 1
         kept = set(swapped.host_blocks)
         self._free_host_blocks += [host for host in table if host not in kept]
 

@@ -6,7 +6,7 @@ Knows names, tokens and block ids; who holds a block and when it is evicted is t
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -38,6 +38,10 @@ class PrefixIndex:
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._entries
+
+    def __iter__(self) -> Iterator[int]:
+        """The blocks that can be found."""
+        return iter(self._entries)
 
     def add(self, block_id: int, parent: bytes, token_ids: Sequence[int], name: bytes | None) -> None:
         """Makes a block findable, if nothing findable holds the same or more. ``name`` is None for a partial block.

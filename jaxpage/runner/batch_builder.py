@@ -15,6 +15,7 @@ def pack_schedule(schedule: Schedule, packing: Packing, slots: SlotTable) -> tup
     fields["prompt_targets"].fill(-1)
     items = schedule.requests
     position, has_logprobs, has_prompt_logprobs = 0, False, False
+    poolings = [item.request.pooling for item in items]
     for item in items:
         _write_tokens(item, fields, position)
         has_prompt_logprobs |= _write_targets(item, fields, position)
@@ -39,17 +40,23 @@ def pack_schedule(schedule: Schedule, packing: Packing, slots: SlotTable) -> tup
     for name in SETTINGS:
         fields[name][:] = slots.settings[name][row_slots]
     fields["has_bias"][:] = slots.has_bias[row_slots]
+    fields["has_mask"][:] = slots.has_mask[row_slots]
+    fields["pools_mean"][rows] = [pooling == "mean" for pooling in poolings]
     output_index = np.array([item.output_index for item in items], np.int32)
     fields["suppress_stop"][rows] = output_index < slots.min_tokens[row_slots[rows]]
 
     flags = {
         "has_edits": bool(
-            fields["suppress_stop"].any() or fields["has_bias"].any() or slots.has_penalties[row_slots].any()
+            fields["suppress_stop"].any()
+            or fields["has_bias"].any()
+            or fields["has_mask"].any()
+            or slots.has_penalties[row_slots].any()
         ),
         "has_randomness": bool(fields["temperature"].any()),
         "has_filters": bool(slots.has_filters[row_slots].any()),
         "has_logprobs": has_logprobs,
         "has_prompt_logprobs": has_prompt_logprobs,
+        "has_pooling": any(poolings),
     }
     fields["flags"][:] = [flags[name] for name in Packing.FLAGS]
     return packed, flags

@@ -32,7 +32,7 @@ class Packing:
     forked row has no tokens and a seq_len of 0.
     """
 
-    FLAGS = ("has_edits", "has_randomness", "has_filters", "has_logprobs", "has_prompt_logprobs")
+    FLAGS = ("has_edits", "has_randomness", "has_filters", "has_logprobs", "has_prompt_logprobs", "has_pooling")
 
     def __init__(self, num_tokens: int, num_rows: int, max_blocks: int) -> None:
         self.num_tokens = num_tokens
@@ -58,6 +58,8 @@ class Packing:
             Field("repetition_penalty", rows, np.float32),
             Field("suppress_stop", rows),
             Field("has_bias", rows),
+            Field("has_mask", rows),
+            Field("pools_mean", rows),
             Field("flags", (len(self.FLAGS),)),
         )
         self.size = sum(math.prod(field.shape) for field in self.fields)

@@ -33,6 +33,11 @@ class StepPrograms:
         self.num_stop_ids = MAX_STOP_TOKEN_IDS + len(model.end_token_ids)
 
     @property
+    def num_mask_words(self) -> int:
+        """Words of a mask with a bit for every token."""
+        return -(-self.model.vocab_size // 32)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes one token takes in the cache, all devices together."""
         model = self.model
@@ -62,6 +67,7 @@ class StepPrograms:
             token_counts=array(jnp.int32, (slots, vocab_size), "slots", "vocab"),
             logit_bias=array(jnp.float32, (slots, vocab_size), "slots", "vocab"),
             stop_ids=array(jnp.int32, (slots, self.num_stop_ids), "slots", None),
+            token_mask=array(jnp.int32, (slots, self.num_mask_words), "slots", None),
         )
 
     def param_shapes(self, specs: Sequence[ParamSpec]) -> Params:

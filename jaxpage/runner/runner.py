@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxpage.request import Request
 from jaxpage.runner.batch_builder import pack_schedule
 from jaxpage.runner.block_ops import BlockMover
 from jaxpage.runner.buckets import bucket_for, token_buckets
+from jaxpage.runner.compilations import CompilationCounter
 from jaxpage.runner.memory import KVCachePlan, gib, num_host_blocks, plan_kv_cache
 from jaxpage.runner.packing import Packing
 from jaxpage.runner.programs import StepPrograms
@@ -33,6 +34,8 @@ from jaxpage.scheduler.schedule import Schedule
 logger = logging.getLogger("jaxpage")
 
 COMPILE_THREADS = 2
+MASK_ROWS = 8
+"""Masks sent to the device at a time."""
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, steps done and steps in all."""
 
@@ -43,11 +46,13 @@ class StepResult:
 
     Attributes:
         sampled, prompt: scores with numpy leaves, None unless some request of the step asked.
+        pooled: hidden states by row, None unless some request of the step is pooled.
     """
 
     token_ids: list[int]
     sampled: ScoredTokens | None
     prompt: ScoredTokens | None
+    pooled: np.ndarray | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,7 +68,8 @@ class StepInFlight:
         tokens = np.asarray(self.output.token_ids)[: len(self.schedule.requests)].tolist()
         sampled = jax.tree.map(np.asarray, self.output.sampled) if self.flags["has_logprobs"] else None
         prompt = jax.tree.map(np.asarray, self.output.prompt) if self.flags["has_prompt_logprobs"] else None
-        return StepResult(tokens, sampled, prompt)
+        pooled = np.asarray(self.output.pooled) if self.flags["has_pooling"] else None
+        return StepResult(tokens, sampled, prompt, pooled)
 
 
 class Runner:
@@ -83,6 +89,7 @@ class Runner:
         Raises:
             StartupError: if the cache does not fit, or the swapped blocks not in the host's memory.
         """
+        self.compilations = CompilationCounter()
         self.model, self.config, self.params, self.device = model, config, params, device
         self.buckets = token_buckets(config.max_num_batched_tokens)
         self._programs = StepPrograms(model, config)
@@ -106,16 +113,27 @@ class Runner:
         with jax.default_device(device):
             self._state = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._programs.state_shapes())
         self._admit = jax.jit(_admit_slot, donate_argnums=0)
+        self._set_masks = jax.jit(_set_masks, donate_argnums=0)
         if not self._lazy:
             self._warm_up()
+        self.compilations.is_ready()
+
+    @property
+    def num_mask_words(self) -> int:
+        """Words of a mask that has a bit for every token."""
+        return self._programs.num_mask_words
 
     @property
     def num_host_blocks(self) -> int:
         """Blocks that can be swapped out to the host's memory."""
         return self._mover.num_host_blocks
 
-    def dispatch(self, schedule: Schedule) -> StepInFlight | None:
-        """Starts a step and returns at once; None if only blocks move. Steps run in the order of dispatch."""
+    def dispatch(self, schedule: Schedule, masks: Mapping[int, np.ndarray] | None = None) -> StepInFlight | None:
+        """Starts a step and returns at once; None if only blocks move. Steps run in the order of dispatch.
+
+        Args:
+            masks: by slot, the tokens that its request may sample now (see ``SamplingState.token_mask``).
+        """
         self._kv_cache = self._mover.run(self._kv_cache, schedule.block_ops)
         for request in schedule.admitted:
             self._slots.admit(request)
@@ -123,6 +141,8 @@ class Runner:
                 self._fill_state(request)
         if not schedule.requests:
             return None
+        if masks:
+            self._send_masks(masks)
         for item in schedule.requests:
             self._slots.refresh_blocks(item.request, item.start)
         packing = self._packings[bucket_for(self.buckets, max(schedule.num_tokens, len(schedule.requests)))]
@@ -141,6 +161,16 @@ class Runner:
             compiled = self._steps[packing.num_tokens] = self._compile(packing.num_tokens, self.plan)
         self._kv_cache, self._state, output = compiled(self.params, self._kv_cache, self._state, packed)
         return output
+
+    def _send_masks(self, masks: Mapping[int, np.ndarray]) -> None:
+        """Writes masks a few rows at a time, so that one program does for any number of them."""
+        items = list(masks.items())
+        for start in range(0, len(items), MASK_ROWS):
+            slots = np.full(MASK_ROWS, self.config.max_num_seqs, np.int32)
+            words = np.zeros((MASK_ROWS, self._programs.num_mask_words), np.int32)
+            for row, (slot, mask) in enumerate(items[start : start + MASK_ROWS]):
+                slots[row], words[row] = slot, mask
+            self._state = self._set_masks(self._state, slots, words)
 
     def _fill_state(self, request: Request) -> None:
         """Writes token counts, bias and masked ids of a request into its slot."""
@@ -176,6 +206,7 @@ class Runner:
             np.zeros(vocab_size, np.float32),
             np.full(self._programs.num_stop_ids, vocab_size, np.int32),
         )
+        self._send_masks({self.config.max_num_seqs: np.zeros(self._programs.num_mask_words, np.int32)})
         jax.block_until_ready(self._state)
 
     def _warm_up_mover(self) -> None:
@@ -251,6 +282,11 @@ def _admit_slot(state: SamplingState, slot, token_ids, num_prompt_tokens, bias, 
         logit_bias=state.logit_bias.at[slot].set(bias),
         stop_ids=state.stop_ids.at[slot].set(stop_ids),
     )
+
+
+def _set_masks(state: SamplingState, slots, words) -> SamplingState:
+    """``state`` with the masks of some slots replaced."""
+    return state._replace(token_mask=state.token_mask.at[slots].set(words))
 
 
 def logprob_rows(scores: ScoredTokens, row: int, count: int) -> Sequence[tuple[int, float]]:

@@ -32,6 +32,7 @@ class SlotTable:
         self.seeds = np.zeros((size, 3), np.uint32)
         self.settings = {name: np.full(size, neutral, dtype) for name, (dtype, neutral) in SETTINGS.items()}
         self.has_bias = np.zeros(size, np.int32)
+        self.has_mask = np.zeros(size, np.int32)
         self.has_penalties = np.zeros(size, bool)
         self.has_filters = np.zeros(size, bool)
         self.min_tokens = np.zeros(size, np.int32)
@@ -46,6 +47,7 @@ class SlotTable:
             # A top_k above what an int32 holds is above any vocabulary: off.
             values[slot] = getattr(params, name) if name != "top_k" or params.top_k < 2**31 else 0
         self.has_bias[slot] = bool(params.logit_bias) or params.allowed_token_ids is not None
+        self.has_mask[slot] = request.constraint is not None
         self.has_penalties[slot] = params.has_penalties
         self.has_filters[slot] = not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self.min_tokens[slot] = params.min_tokens

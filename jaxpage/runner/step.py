@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.batch import ModelInputs, SamplingState, SamplingTensors, ScoredTokens, StepOutput
 from jaxpage.layers.kv_cache import KVCache
@@ -60,7 +60,13 @@ def step(
             last_token=state.last_token.at[slots].set(token_ids),
             token_counts=state.token_counts.at[slots, token_ids].add(1),
         )
-    return kv_cache, state, StepOutput(token_ids, sampled, prompt)
+    with jax.named_scope("pool"):
+        pooled = lax.cond(
+            flags["has_pooling"],
+            lambda: pool(hidden, fields["cu_seqlens_q"], fields["logits_indices"], fields["pools_mean"] != 0),
+            lambda: jnp.zeros((packing.num_rows, config.hidden_size), jnp.float32),
+        )
+    return kv_cache, state, StepOutput(token_ids, sampled, prompt, pooled)
 
 
 def model_inputs(fields: dict[str, Array], state: SamplingState, block_size: int) -> ModelInputs:
@@ -83,7 +89,23 @@ def sampling_tensors(fields: dict[str, Array]) -> SamplingTensors:
     values = {name: fields[name] for name in SamplingTensors._fields if name in fields}
     values["suppress_stop"] = values["suppress_stop"] != 0
     values["has_bias"] = values["has_bias"] != 0
+    values["has_mask"] = values["has_mask"] != 0
     return SamplingTensors(**values, positions=fields["sample_positions"])
+
+
+def pool(
+    hidden: Float[Array, "T D"],
+    cu_seqlens_q: Int[Array, " B+1"],
+    last_tokens: Int[Array, " B"],
+    wants_mean: Bool[Array, " B"],
+) -> Float[Array, "B D"]:
+    """Each row's last hidden state or, if it wants a mean, the sum over its tokens of this step; in float32."""
+    hidden = hidden.astype(jnp.float32)
+    tokens, num_rows = jnp.arange(len(hidden)), len(last_tokens)
+    rows = jnp.where(tokens < cu_seqlens_q[-1], jnp.searchsorted(cu_seqlens_q, tokens, side="right") - 1, num_rows)
+    # What lies behind the last token may hold anything.
+    sums = jax.ops.segment_sum(jnp.where(rows[:, None] < num_rows, hidden, 0), rows, num_rows)
+    return jnp.where(wants_mean[:, None], sums, hidden[last_tokens])
 
 
 def score_prompt(

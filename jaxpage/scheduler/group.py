@@ -25,6 +25,9 @@ class RequestGroup:
         is_queued: it is in the waiting queue.
         is_counted: its prompt is in the statistics.
         num_overtakes: groups that arrived later and were admitted since this one first did not fit.
+        admitted_s: when it was first let in, on the monotonic clock.
+        num_deferred: those of ``waiting`` that wait for another member to compute the prompt.
+        num_preemptions: of samples; a search counts as one.
     """
 
     requests: list[Request]
@@ -38,6 +41,9 @@ class RequestGroup:
     num_overtakes: int = 0
     is_queued: bool = False
     is_counted: bool = False
+    admitted_s: float | None = None
+    num_deferred: int = 0
+    num_preemptions: int = 0
 
     @property
     def running(self) -> list[Request]:

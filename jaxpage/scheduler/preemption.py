@@ -58,17 +58,23 @@ class Preemption:
         Only a whole group can be swapped: a part of one shares blocks with what stays, and finds them there again.
         """
         stats = self.roster.stats
+        num_tokens = sum(request.num_computed_tokens for request in members)
+        num_samples = 1 if group.search is not None else len(members)
+        group.num_preemptions += num_samples
+        stats.num_preempted_samples += num_samples
         num_blocks = len({block for request in members for block in request.block_ids})
         is_whole = len(members) == len(group.running)
         if is_whole and self.policy.prefers_swap(num_blocks * self.kv.block_size, num_blocks):
             group.swapped = self.kv.swap_out(members)
         if group.swapped is not None:
             stats.num_swap_preemptions += len(members)
+            stats.num_swap_preempted_tokens += num_tokens
         else:
             stats.num_recompute_preemptions += len(members)
+            stats.num_recompute_preempted_tokens += num_tokens
             for request in reversed(members):
                 self.kv.free(request)
-                request.num_computed_tokens = 0
+                _lose(request)
         self.roster.stop(group, members)
 
     def make_room_by_priority(self) -> None:
@@ -127,3 +133,12 @@ class Preemption:
         if len(members) == len(roster.running) and not own.has_pending_tokens:
             roster.end_for_lack_of_room(request)  # alone, and the pool holds no more
         return False
+
+
+def _lose(request: Request) -> None:
+    """Notes what is to be computed again: what was computed, and the token sampled last along with the rest."""
+    is_prefilled = request.num_computed_tokens >= request.num_prompt_tokens
+    num_lost = request.num_tokens if is_prefilled else request.num_computed_tokens
+    request.num_lost_tokens = max(request.num_lost_tokens, num_lost)
+    request.num_prefill_tokens = max(request.num_prefill_tokens, request.num_lost_tokens)
+    request.num_computed_tokens = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import time
 from operator import attrgetter
 
 from jaxpage.kv.manager import KVCacheManager
@@ -23,13 +24,29 @@ _ORDER = attrgetter("order")
 
 @dataclasses.dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start. A prompt counts once, whatever its number of samples and preemptions."""
+    """Counters since the start. A prompt counts once, whatever its number of samples and preemptions.
+
+    Attributes:
+        num_queried_prompt_tokens: of the prompts that were looked up in the prefix cache; num_cached_prompt_tokens:
+            what it had of them.
+        num_preempted_samples: preemptions, where all beams of a search count as one.
+        num_swap_preempted_tokens, num_recompute_preempted_tokens: tokens whose blocks were taken.
+        num_recomputed_tokens: tokens prefilled again after that.
+        num_corrupted: samples that ended because their logits were no numbers.
+    """
 
     num_swap_preemptions: int = 0
     num_recompute_preemptions: int = 0
     num_finished: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_queried_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_preempted_samples: int = 0
+    num_swap_preempted_tokens: int = 0
+    num_recompute_preempted_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_corrupted: int = 0
 
     @property
     def num_preemptions(self) -> int:
@@ -45,6 +62,7 @@ class Roster:
         started: those that got a slot since the last schedule.
         ended: those that ended for lack of room since the last schedule.
         ended_searches: groups whose beam search is over and not yet reported.
+        num_deferred: waiting samples whose prompt another one is just computing.
     """
 
     def __init__(self, kv: KVCacheManager, max_num_seqs: int, max_model_len: int) -> None:
@@ -58,6 +76,7 @@ class Roster:
         self.ended_searches: list[RequestGroup] = []
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.group_of: dict[Request, RequestGroup] = {}
+        self.num_deferred = 0
         self.stats = SchedulerStats()
         self._num_groups = 0
 
@@ -91,8 +110,7 @@ class Roster:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_cached_tokens
         if not group.is_counted:
-            group.is_counted = True
-            self.stats.num_prompt_tokens += request.num_prompt_tokens
+            self._count_prompt(request, group)
         bisect.insort(self.running, request, key=_ORDER)
         self.started.append(request)
         group.waiting.remove(request)
@@ -111,6 +129,7 @@ class Roster:
             group.slots = []
         group.waiting = [request for request in group.requests if request.slot < 0]
         group.was_preempted = True
+        self.defer(group, 0)
         self.waiting.add(group)
 
     def leave(self, request: Request, group: RequestGroup) -> None:
@@ -162,6 +181,11 @@ class Roster:
             return 0  # nobody else is there who might grow
         return request.num_preemptions + int(WATERMARK * self.kv.pool.num_usable)
 
+    def defer(self, group: RequestGroup, count: int) -> None:
+        """Notes that ``count`` waiting members wait for another one and not for room."""
+        self.num_deferred += count - group.num_deferred
+        group.num_deferred = count
+
     def sort(self) -> None:
         """Restores the order of ``running`` after orders changed."""
         self.running.sort(key=_ORDER)
@@ -171,6 +195,16 @@ class Roster:
         if not self.group_of:
             assert len(self.free_slots) == self.max_num_seqs, "slots are held by nobody"
             assert not self.running and not len(self.waiting), "ended requests are still in a queue"
+            assert self.num_deferred == 0 == self.kv.num_swapped_requests, "ended requests are still counted"
+
+    def _count_prompt(self, request: Request, group: RequestGroup) -> None:
+        group.is_counted = True
+        group.admitted_s = time.monotonic()
+        self.stats.num_prompt_tokens += request.num_prompt_tokens
+        self.stats.num_cached_prompt_tokens += request.num_cached_tokens
+        if self.kv.enable_prefix_caching and not request.needs_whole_prompt:
+            self.stats.num_queried_prompt_tokens += request.num_prompt_tokens
+        self.defer(group, len(group.waiting))
 
     def _take_slot(self, request: Request, group: RequestGroup) -> None:
         self.running.remove(request)
@@ -180,6 +214,8 @@ class Roster:
 
     def _tidy(self, group: RequestGroup) -> None:
         """A group is in the queue as long as a member waits, and keeps slots as long as a beam is left."""
+        if group.num_deferred > len(group.waiting):
+            self.defer(group, len(group.waiting))
         if group.swapped is not None and not group.swapped.tables:
             group.swapped = None
         if not group.waiting and group.is_queued:

@@ -32,6 +32,7 @@ class Schedule:
     """All that one step computes. Decode rows come first.
 
     Attributes:
+        num_prefill_tokens: tokens of prompts, and tokens computed again after a preemption.
         admitted: requests that got a slot since the step before: per-request device state must be filled.
         block_ops: blocks to move before the step's writes, in this order.
     """
@@ -41,6 +42,12 @@ class Schedule:
     num_preempted: int = 0
     admitted: list[Request] = dataclasses.field(default_factory=list)
     block_ops: list[BlockOp] = dataclasses.field(default_factory=list)
+    num_prefill_tokens: int = 0
+
+    @property
+    def decides_the_next(self) -> bool:
+        """The step after this one cannot be made without its tokens: they move beams, or masks of tokens."""
+        return any(item.samples and (item.request.is_beam or item.request.constraint) for item in self.requests)
 
     @property
     def is_empty(self) -> bool:
@@ -54,6 +61,7 @@ class Draft:
 
     Attributes:
         budget: tokens that may still be added.
+        num_prefill_tokens: as in ``Schedule``.
         is_short_of_blocks: somebody had to give way or to pause, so nobody is let in.
     """
 
@@ -61,6 +69,7 @@ class Draft:
     items: list[ScheduledRequest] = dataclasses.field(default_factory=list)
     forks: list[ScheduledRequest] = dataclasses.field(default_factory=list)
     is_short_of_blocks: bool = False
+    num_prefill_tokens: int = 0
 
     def taken(self) -> set[Request]:
         """Requests whose tokens are in the draft already: they can no longer give their blocks away."""

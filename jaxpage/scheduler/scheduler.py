@@ -123,6 +123,7 @@ class Scheduler:
             roster.stats.num_preemptions - num_preempted,
             admitted,
             self.kv.take_block_ops(),
+            draft.num_prefill_tokens,
         )
 
     def update(
@@ -131,6 +132,7 @@ class Scheduler:
         """Accepts the results of a step: ``token_ids[i]`` belongs to ``schedule.requests[i]``.
 
         Args:
+            token_ids: -1 where the logits were no numbers, which ends the request.
             candidates: for each index that belongs to a beam, its most likely tokens.
 
         Returns:
@@ -139,16 +141,21 @@ class Scheduler:
         """
         accepted: list[Request] = []
         searches: dict[RequestGroup, list[Candidates]] = {}
+        corrupted: list[Request] = []
         for row, (item, token_id) in enumerate(zip(schedule.requests, token_ids, strict=True)):
             request = item.request
             if not item.samples or request.status is RequestStatus.FINISHED:
                 continue
             request.num_pending_tokens -= 1
+            if token_id < 0 and request.pooling is None:
+                corrupted.append(request)
             if request.is_beam:
                 assert candidates is not None, "a beam needs the step's candidates"
                 searches.setdefault(self.roster.group_of[request], []).append(candidates[row])
                 continue
             accepted.append(request)
+            if request in corrupted:
+                continue
             if request.max_tokens == 0:  # only the prompt was to be scored
                 self.finish(request, FinishReason.LENGTH)
                 continue
@@ -161,8 +168,13 @@ class Scheduler:
                 self.finish(request, FinishReason.STOP, token_id if named else None)
             elif num_known >= request.max_total_tokens:
                 self.finish(request, FinishReason.LENGTH)
+            elif request.constraint is not None:
+                request.constraint.accept(token_id)
+        for request in corrupted:
+            self._fail(request)
         for group, beams in searches.items():
-            advance(self.roster, group, beams)
+            if group.requests:
+                advance(self.roster, group, beams)
         return accepted
 
     def take_ended(self) -> list[Request]:
@@ -196,6 +208,20 @@ class Scheduler:
         self.kv.check_integrity(is_idle=not self.has_requests)
         self.roster.check_integrity()
 
+    def _fail(self, request: Request) -> None:
+        """Ends a request, or the search it is in, because of its logits."""
+        group = self.roster.group_of.get(request)
+        if group is None:  # its search has ended already
+            return
+        self.roster.stats.num_corrupted += 1
+        if group.search is not None:
+            group.search.cut()
+            for beam in group.search.ended:
+                beam.finish_reason = FinishReason.ERROR
+            self.roster.ended_searches.append(group)
+        self.finish(request, FinishReason.ERROR)
+        self.kv.reset_prefix_cache()  # nobody else shall find what led there
+
     def _schedule_decodes(self, draft: Draft) -> list[Request]:
         """One token for every running request that needs just one; returns the others."""
         others: list[Request] = []
@@ -209,14 +235,14 @@ class Scheduler:
             if request.is_beam or num_tokens - start != 1:
                 others.append(request)
                 continue
-            if pending and num_tokens >= request.max_total_tokens:
-                continue  # the token in flight is the last one allowed
+            if pending and (num_tokens >= request.max_total_tokens or request.constraint is not None):
+                continue  # the token in flight is the last one allowed, or says which may come next
             index = start // block_size
             table = request.block_ids
             has_room = index < len(table) and ref_counts[table[index]] == 1  # the common case must not pay for a call
             if not has_room and not self.preemption.make_room(request, start + 1, draft):
                 continue
-            if num_tokens == request.num_prompt_tokens:
+            if num_tokens <= request.num_prefill_tokens:
                 self._take(request, 1, draft)
                 continue
             request.num_computed_tokens = start + 1
@@ -281,6 +307,8 @@ class Scheduler:
         item = ScheduledRequest(request, start, count, samples, num_tokens - request.num_prompt_tokens)
         draft.items.append(item)
         draft.budget -= count
+        draft.num_prefill_tokens += max(0, min(start + count, request.num_prefill_tokens) - start)
+        self.roster.stats.num_recomputed_tokens += max(0, min(start + count, request.num_lost_tokens) - start)
         if samples and num_tokens == request.num_prompt_tokens:
             self.kv.name_tail(request, being_written=True)
             self._fork_samples(item, draft)
@@ -289,6 +317,7 @@ class Scheduler:
         """The prompt is computed: its other samples begin with the same blocks and the same logits."""
         roster, num_prompt_tokens = self.roster, parent.request.num_prompt_tokens
         group = roster.group_of[parent.request]
+        roster.defer(group, 0)  # from here on they wait for room
         for request in [each for each in group.waiting if each.num_tokens == num_prompt_tokens]:
             # Each of them will want a block of its own in the next step.
             if not roster.free_slots or self.kv.pool.num_free <= len(draft.forks) + 1:

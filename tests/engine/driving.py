@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,26 +44,41 @@ def run(
     waiting = sorted(zip(asks, names, strict=True), key=lambda pair: pair[0].arrives_at)
     outputs: dict[str, list[RequestOutput]] = {}
     step = 0
-    while waiting or engine.has_work:
-        while waiting and waiting[0][0].arrives_at <= step:
-            each, name = waiting.pop(0)
-            engine.add(name, each.prompt, each.params, priority=each.priority)
-        if isinstance(before_step, abort_after):
-            for place in before_step.due(step):
-                last = engine.abort(names[place])
-                if last is not None:
-                    outputs.setdefault(names[place], []).append(last)
-        elif before_step is not None:
-            before_step(engine)
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        step += 1
-        assert step < 5000, "the engine does not come to an end"
+    with _in_schedule(engine, before_step) as before:
+        while waiting or engine.has_work:
+            while waiting and waiting[0][0].arrives_at <= step:
+                each, name = waiting.pop(0)
+                engine.add(name, each.prompt, each.params, priority=each.priority)
+            if isinstance(before, abort_after):
+                for place in before.due(step):
+                    last = engine.abort(names[place])
+                    if last is not None:
+                        outputs.setdefault(names[place], []).append(last)
+            elif before is not None:
+                before(engine)
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).append(output)
+            step += 1
+            assert step < 5000, "the engine does not come to an end"
     engine.core.scheduler.check_integrity()
     return [
         _joined(outputs[name]) if _is_delta(each.params) else outputs[name][-1]
         for each, name in zip(asks, names, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def _in_schedule(engine: Engine, hook: Any) -> Iterator[Any]:
+    """Calls a hook that preempts where a step is scheduled: before, beams are on their way. Gives other hooks back."""
+    if not hasattr(hook, "left"):
+        yield hook
+        return
+    scheduler, schedule = engine.core.scheduler, engine.core.scheduler.schedule
+    scheduler.schedule = lambda: (hook(engine), schedule())[1]
+    try:
+        yield None
+    finally:
+        del scheduler.schedule
 
 
 class abort_after:

@@ -230,10 +230,10 @@ def test_a_fault_ends_all_streams_with_the_reason(
     dispatch = engine._engine.core.runner.dispatch
     calls = iter(range(1000))
 
-    def fail_at_the_sixth(schedule: Any) -> Any:
+    def fail_at_the_sixth(*step: Any) -> Any:
         if next(calls) == 5:
             raise RuntimeError("the device is on fire")
-        return dispatch(schedule)
+        return dispatch(*step)
 
     monkeypatch.setattr(engine._engine.core.runner, "dispatch", fail_at_the_sixth)
 

@@ -63,7 +63,7 @@ def test_beams_equal_those_of_transformers(
             assert beam.finish_reason == ("stop" if ends else "length")
 
 
-def test_scores_add_up_and_width_1_is_greedy_beam_1a(
+def test_beam_1a_scores_add_up_and_width_1_is_greedy(
     llm_for: Callable[..., LLM], model: RandomModel, random_ids: Callable[..., list[int]]
 ) -> None:
     llm, prompt = llm_for(model.directory), random_ids(9)
@@ -86,7 +86,7 @@ def test_scores_add_up_and_width_1_is_greedy_beam_1a(
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_beams_share_blocks_and_survive_preemption_beam_1c(
+def test_beam_1c_beams_share_blocks_and_survive_preemption(
     mode: str,
     caching: bool,
     llm_for: Callable[..., LLM],

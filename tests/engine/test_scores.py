@@ -67,7 +67,7 @@ def test_zero_logprobs_list_the_chosen_token_only(llm: LLM, random_ids: Callable
     assert [list(entry) for entry in output.prompt_logprobs[1:]] == [[token] for token in output.prompt_token_ids[1:]]
 
 
-def test_prompt_scores_when_the_prompt_is_cached_log_1(
+def test_log_1_prompt_scores_when_the_prompt_is_cached(
     llm: LLM, model: RandomModel, random_ids: Callable[..., list[int]]
 ) -> None:
     p = random_ids(13)
@@ -84,7 +84,7 @@ def test_prompt_scores_when_the_prompt_is_cached_log_1(
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 64])
-def test_prompt_scores_across_chunks_log_1a(
+def test_log_1a_prompt_scores_across_chunks(
     chunk: int, llm_for: Callable[..., LLM], model: RandomModel, random_ids: Callable[..., list[int]]
 ) -> None:
     llm = llm_for(model.directory, max_num_batched_tokens=chunk)
@@ -98,7 +98,7 @@ def test_prompt_scores_across_chunks_log_1a(
         assert_true_scores(model, prompt, output.prompt_logprobs, 0, 3)
 
 
-def test_scored_and_plain_requests_follow_each_other_log_1b(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
+def test_log_1b_scored_and_plain_requests_follow_each_other(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
     p = random_ids(13)
     plain, scored = ask(p, max_tokens=8), ask(p, max_tokens=8, prompt_logprobs=1)
     expected = ids_of(run(llm, [plain])[0])
@@ -115,7 +115,7 @@ def test_scored_and_plain_requests_follow_each_other_log_1b(llm: LLM, random_ids
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_prompt_scores_and_preemption_log_1c(
+def test_log_1c_prompt_scores_and_preemption(
     kind: RequestOutputKind, llm: LLM, random_ids: Callable[..., list[int]]
 ) -> None:
     scored = ask(random_ids(20), max_tokens=10, prompt_logprobs=2, logprobs=2, output_kind=kind)
@@ -130,7 +130,7 @@ def test_prompt_scores_and_preemption_log_1c(
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
-def test_each_sample_has_its_own_scores_log_3c(
+def test_log_3c_each_sample_has_its_own_scores(
     kind: RequestOutputKind, llm: LLM, model: RandomModel, random_ids: Callable[..., list[int]]
 ) -> None:
     prompt = random_ids(9)
@@ -154,7 +154,7 @@ def test_prompt_scores_are_only_given_complete(llm: LLM, random_ids: Callable[..
         assert engine.step() == []
 
 
-def test_scoring_a_prompt_of_one_token_lim_1b(llm: LLM) -> None:
+def test_lim_1b_scoring_a_prompt_of_one_token(llm: LLM) -> None:
     for max_tokens in (0, 1):
         output = run(llm, [ask([65], max_tokens=max_tokens, prompt_logprobs=1, logprobs=1)])[0]
         assert output.prompt_logprobs == [None]

@@ -29,7 +29,7 @@ def llm(llm_for: Callable[..., LLM], directory: Path) -> LLM:
     return llm_for(directory)
 
 
-def test_a_seeded_request_does_not_notice_its_neighbours_seed_1(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
+def test_seed_1_a_seeded_request_does_not_notice_its_neighbours(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
     seeded = ask(random_ids(13), seed=42, temperature=0.8, max_tokens=16)
     expected = ids_of(run(llm, [seeded])[0])
     neighbours = [ask(random_ids(5 + index, seed=1), temperature=1.0, max_tokens=9 + index) for index in range(7)]
@@ -60,13 +60,14 @@ def _with_seed(each: Ask, seed: int) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
+        {"max_num_batched_tokens": 2, "max_num_seqs": 2},
         {"max_num_batched_tokens": 5},
         {"max_num_batched_tokens": 64},
         {"block_size": 16, "num_gpu_blocks_override": 32},
         {"num_gpu_blocks_override": 8},
     ],
 )
-def test_schedule_and_shapes_do_not_matter_seed_1b(
+def test_seed_1b_schedule_and_shapes_do_not_matter(
     options: dict[str, int], llm_for: Callable[..., LLM], directory: Path, random_ids: Callable[..., list[int]]
 ) -> None:
     # 12 tokens and not 20, so that the request fits the small pool.
@@ -81,7 +82,7 @@ def test_schedule_and_shapes_do_not_matter_seed_1b(
     assert ids_of(run(llm, [dataclasses.replace(seeded, params=streamed)])[0]) == expected
 
 
-def test_samples_of_one_seed_are_told_apart_by_index_seed_1c(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
+def test_seed_1c_samples_of_one_seed_are_told_apart_by_index(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
     prompt = random_ids(6)
     two, four, streamed = (
         ids_of(run(llm, [ask(prompt, seed=9, n=n, temperature=1.0, max_tokens=16, output_kind=kind)])[0])
@@ -97,19 +98,21 @@ def test_samples_of_one_seed_are_told_apart_by_index_seed_1c(llm: LLM, random_id
     assert four[0] == ids_of(run(llm, [ask(prompt, seed=9, temperature=1.0, max_tokens=16)])[0])[0]
 
 
-def test_unseeded_requests_and_samples_differ_seed_1c(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
+def test_seed_1c_unseeded_requests_and_samples_differ(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
     one = ask(random_ids(6), temperature=1.0, max_tokens=24)
     pair = run(llm, [one, one, dataclasses.replace(one, params=dataclasses.replace(one.params, n=2))])
     assert len({tuple(sample) for output in pair for sample in ids_of(output)}) == 4
 
 
-def test_any_64_bit_seed_is_its_own(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
-    seeds = (0, 1, -1, 2**32, 2**32 + 1, 2**63 - 1, -(2**63))
-    outputs = run(llm, [ask(random_ids(6), temperature=1.0, seed=seed) for seed in seeds])
+def test_seed_1a_any_64_bit_seed_is_its_own(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
+    seeds = (0, 1, -1, 2**32, 2**32 + 1, 2**63 - 1, -(2**63), 7, 7 + 2**32, 7 + 2**62, -7)
+    asks = [ask(random_ids(6), temperature=1.0, seed=seed) for seed in seeds]
+    outputs, again = run(llm, asks), run(llm, asks)
     assert len({tuple(ids_of(output)[0]) for output in outputs}) == len(seeds)
+    assert [ids_of(output) for output in again] == [ids_of(output) for output in outputs]
 
 
-def test_neutral_values_are_the_same_as_none_sam_2a(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
+def test_sam_2a_neutral_values_are_the_same_as_none(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
     neutral: list[dict[str, Any]] = [
         {"top_p": 1.0},
         {"top_k": 0},
@@ -127,6 +130,9 @@ def test_neutral_values_are_the_same_as_none_sam_2a(llm: LLM, random_ids: Callab
         {"stop": None},
         {"stop_token_ids": []},
         {"allowed_token_ids": list(range(294))},
+        {"bad_words": []},
+        {"bad_words": None},
+        {"ignore_eos": False},
     ]
     common = {"seed": 3, "temperature": 0.9, "max_tokens": 30, "ignore_eos": False}
     asks = [ask(random_ids(9), **common, **change) for change in ({}, *neutral)]
@@ -135,7 +141,7 @@ def test_neutral_values_are_the_same_as_none_sam_2a(llm: LLM, random_ids: Callab
         assert ids_of(output) == ids_of(base), change
 
 
-def test_rows_leave_the_batch_and_the_others_keep_their_settings_sam_3b(
+def test_sam_3b_rows_leave_the_batch_and_the_others_keep_their_settings(
     llm: LLM, random_ids: Callable[..., list[int]]
 ) -> None:
     settings: list[dict[str, Any]] = [

@@ -70,7 +70,7 @@ def test_salts_share_nothing(llm: LLM, random_ids: Callable[..., list[int]]) -> 
     assert hits == [0, 0, 0, 15]
 
 
-def test_more_samples_than_slots_lim_2b(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
+def test_lim_2b_more_samples_than_slots(llm: LLM, random_ids: Callable[..., list[int]]) -> None:
     slots = llm.engine.config.max_num_seqs
     outputs = run(
         llm, [ask(random_ids(5), n=2 * slots + 3, seed=1, temperature=1.0, max_tokens=6), ask([1], max_tokens=3)]

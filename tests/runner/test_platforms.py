@@ -42,7 +42,11 @@ def test_step_lowers(platform: str, dtype: str) -> None:
     cache = [layer_cache_shape(9, config.num_kv_heads, 16, config.head_dim, dtype)] * config.num_layers
     shape = jax.ShapeDtypeStruct
     state = SamplingState(
-        shape((9,), jnp.int32), shape((9, 512), jnp.int32), shape((9, 512), jnp.float32), shape((9, 130), jnp.int32)
+        shape((9,), jnp.int32),
+        shape((9, 512), jnp.int32),
+        shape((9, 512), jnp.float32),
+        shape((9, 130), jnp.int32),
+        shape((9, 16), jnp.int32),
     )  # type: ignore[arg-type]
     function = jax.jit(
         partial(step, config=config, packing=packing, block_size=16, num_logprobs=20, attention_implementation="auto"),

@@ -73,6 +73,7 @@ def test_a_schedule_becomes_rows_and_tokens() -> None:
         "has_filters": True,
         "has_logprobs": False,
         "has_prompt_logprobs": True,
+        "has_pooling": False,
     }
     assert dict(zip(Packing.FLAGS, (fields["flags"] != 0).tolist(), strict=True)) == flags
 

@@ -23,6 +23,7 @@ NEUTRAL: dict[str, tuple[Any, type]] = {
     "repetition_penalty": (1, np.float32),
     "suppress_stop": (False, np.bool_),
     "has_bias": (False, np.bool_),
+    "has_mask": (False, np.bool_),
 }
 
 
@@ -47,6 +48,7 @@ def state(num_slots: int, vocab_size: int) -> SamplingState:
         token_counts=np.zeros((num_slots, vocab_size), np.int32),
         logit_bias=np.full((num_slots, vocab_size), np.nan, np.float32),
         stop_ids=np.full((num_slots, 4), vocab_size, np.int32),
+        token_mask=np.zeros((num_slots, -(-vocab_size // 32)), np.int32),
     )
 
 

@@ -104,6 +104,21 @@ class TestEdits:
             expected[row, [[5, 9], [23], []][slots[row]]] = -np.inf
         np.testing.assert_array_equal(out, expected)
 
+    @pytest.mark.parametrize("vocab_size", [24, 32, 33, 100])
+    def test_masks_of_tokens_hold_in_their_rows_only(self, vocab_size: int) -> None:
+        generator = np.random.default_rng(vocab_size)
+        logits = generator.normal(size=(ROWS, vocab_size)).astype(np.float32)
+        allowed = generator.random((3, vocab_size)) < 0.5
+        device_state = state(3, vocab_size)
+        bits = np.zeros((3, 32 * device_state.token_mask.shape[1]), bool)
+        bits[:, :vocab_size] = allowed
+        device_state.token_mask[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        slots = np.array([0, 1, 2, 0, 1, 2, 0, 1])
+        has_mask = np.array([True, True, True, False, True, False, True, True])
+        out = edited(logits, settings(ROWS, slots=slots, has_mask=has_mask), device_state)
+        forbidden = has_mask[:, None] & ~allowed[slots]
+        np.testing.assert_array_equal(out, np.where(forbidden, -np.inf, logits))
+
     def test_a_mask_is_stronger_than_a_bias(self) -> None:
         device_state = state(2, V)
         device_state.logit_bias[0] = 0
