@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
+import sys
+from typing import Any
+
+from jaxpage.errors import ParameterError
+
+TRACE = 5
+"""uvicorn's level below debug."""
+LOG_FORMATS = ("text", "json")
+SERVER_LOGGERS = ("uvicorn", "jaxpage.access")
+"""Of what happens on connections: uvicorn's own log, and a line for each call."""
+_OWN_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 
-def show_log(level: str) -> None:
-    """Shows jaxpage's log lines of ``level`` (a name of the logging module, any case) and above."""
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger and message, then what the caller put into ``extra``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name, value in vars(record).items() if name not in _OWN_FIELDS}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def show_log(level: str, log_format: str = "text", server_level: str | None = None) -> None:
+    """Shows jaxpage's log lines of ``level`` (a name of the logging module, any case) and above.
+
+    Args:
+        log_format: one of LOG_FORMATS.
+        server_level: the same for SERVER_LOGGERS; None leaves these alone.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("jaxpage: %(message)s"))
-    logger = logging.getLogger("jaxpage")
-    logger.addHandler(handler)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter("jaxpage: %(message)s"))
+    _show("jaxpage", handler, level)
+    if server_level is not None:
+        for name in SERVER_LOGGERS:
+            _show(name, handler, server_level)
+
+
+def _show(name: str, handler: logging.Handler, level: str) -> None:
+    logger = logging.getLogger(name)
+    logger.handlers = [handler]
     logger.propagate = False
-    logger.setLevel({"TRACE": "DEBUG"}.get(level.upper(), level.upper()))
+    logger.setLevel(TRACE if level.upper() == "TRACE" else level.upper())
+
+
+def fail(message: object) -> int:
+    """Says on stderr, in one line, why a command ends; gives its exit code, 1."""
+    print("jaxpage: error: " + " ".join(str(message).split()), file=sys.stderr)
+    return 1
+
+
+def flag_error(error: ParameterError) -> str:
+    """An error about an option under the name of its flag."""
+    return f"--{error.parameter.replace('_', '-')}: {error.reason}"

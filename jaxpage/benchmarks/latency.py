@@ -1,5 +1,5 @@
 """``python -m jaxpage.benchmarks.latency``: time to first token by prompt length, cold and on a prefix hit, and
-the time between tokens of one stream.
+the time between tokens of one stream; or, with --dataset-name, those of a data set's requests, a few at a time.
 """
 
 from __future__ import annotations
@@ -7,28 +7,62 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from jaxpage import EngineArgs, SamplingParams
 from jaxpage.benchmarks import report
+from jaxpage.benchmarks.serving.options import add_dataset_flags, whole
 from jaxpage.benchmarks.workloads import long_prompt
-from jaxpage.engine.front import Engine
-from jaxpage.request import RequestOutputKind
+from jaxpage.config import EngineArgs
+from jaxpage.config_file import add_config_flag, expand_config
+from jaxpage.console import fail, flag_error
+from jaxpage.errors import ParameterError, StartupError
+from jaxpage.request import RequestOutput, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxpage.engine.front import Engine
 
 PROMPT_LENGTHS = (16, 128, 512, 2000)
 DECODE_TOKENS = 64
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.benchmarks.latency") -> int:
+    """Measures and prints; returns 0, or 1 if the engine cannot run what is asked for."""
+    options = parse(argv, prog)
+    try:
+        if options.dataset_name is None:
+            by_prompt_length(options)
+        else:
+            from jaxpage.benchmarks.offline import measure_dataset
+
+            measure_dataset(options, options.batch_size)
+    except ParameterError as error:
+        return fail(flag_error(error))
+    except (ValueError, OSError, StartupError) as error:
+        return fail(error)
+    return 0
+
+
+def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s [options]", description=__doc__)
+    add_config_flag(parser)
     parser.add_argument("--prompt-length", type=int, action="append", help=f"repeatable; default {PROMPT_LENGTHS}")
     parser.add_argument("--repeats", type=int, default=3, help="runs per figure; the median is shown")
-    parser.add_argument("--json", help="file for the result")
+    parser.add_argument("--json", "--output-json", metavar="FILE", help="file for the result")
+    parser.add_argument("--batch-size", type=whole(1), default=1, metavar="N", help="of a data set (default: 1)")
+    add_dataset_flags(parser, default=None, num_prompts=20, is_offline=True)
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(max_model_len=2304)
-    options = parser.parse_args(argv)
+    return parser.parse_args(expand_config(parser, argv))
+
+
+def by_prompt_length(options: argparse.Namespace) -> None:
+    """Made-up prompts of several lengths, each cold and again."""
+    from jaxpage.engine.front import Engine  # late: --help needs no jax
+
     args = EngineArgs.from_cli_args(options)
     engine = Engine(args)
     rows = [measure(engine, length, options.repeats) for length in options.prompt_length or PROMPT_LENGTHS]
@@ -64,9 +98,10 @@ def token_times(engine: Engine, prompt: list[int], count: int) -> list[float]:
     times = []
     while engine.has_work:
         for output in engine.step():
+            assert isinstance(output, RequestOutput), "only generation was asked for"
             times += [time.perf_counter() - started] * len(output.outputs[0].token_ids)
     return times
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

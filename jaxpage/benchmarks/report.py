@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 
-def machine() -> dict[str, Any]:
-    """The processor and the versions that matter for a figure."""
+def processor() -> str:
+    """Its name, and the vector instructions that decide about speed."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -20,8 +20,13 @@ def machine() -> dict[str, Any]:
         model += " (AVX-512)" if " avx512f" in flags else " (AVX2)" if " avx2" in flags else ""
     except (OSError, StopIteration):
         pass
+    return model
+
+
+def machine() -> dict[str, Any]:
+    """The processor and the versions that matter for a figure."""
     return {
-        "processor": model,
+        "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("jaxpage", "jax", "jaxlib")},

@@ -1,4 +1,5 @@
-"""``python -m jaxpage.benchmarks.throughput``: greedy decode tokens per second by batch size, beside peers if asked.
+"""``python -m jaxpage.benchmarks.throughput``: greedy decode tokens per second by batch size, beside peers if asked;
+or, with --dataset-name, those of a data set whose requests are all there at once.
 
 Example, with an environment that has torch and transformers or vLLM:
     python -m jaxpage.benchmarks.throughput --peer transformers --peer vllm --peer-python VENV/bin/python
@@ -7,31 +8,69 @@ Example, with an environment that has torch and transformers or vLLM:
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpage import LLM, EngineArgs, SamplingParams
 from jaxpage.benchmarks import peers, report
+from jaxpage.benchmarks.serving.options import add_dataset_flags
 from jaxpage.benchmarks.workloads import BATCH_SIZES, NEW_TOKENS, decode_prompts
+from jaxpage.config import EngineArgs
+from jaxpage.config_file import add_config_flag, expand_config
+from jaxpage.console import fail, flag_error
+from jaxpage.errors import ParameterError, StartupError
+from jaxpage.request import SamplingParams
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.benchmarks.throughput") -> int:
+    """Measures and prints; returns 0, or 1 if the engine cannot run what is asked for."""
+    options = parse(argv, prog)
+    try:
+        if options.dataset_name is None:
+            compare(options)
+        else:
+            from jaxpage.benchmarks.offline import measure_dataset
+
+            measure_dataset(options, batch_size=None)
+    except ParameterError as error:
+        return fail(flag_error(error))
+    except (ValueError, OSError, StartupError) as error:
+        return fail(error)
+    return 0
+
+
+def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_flag(parser)
     parser.add_argument("--batch", type=int, action="append", help=f"batch size, repeatable; default {BATCH_SIZES}")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="tokens generated per request")
     parser.add_argument(
         "--peer", choices=peers.PEERS, action="append", default=[], help="engine to run beside, repeatable"
     )
     parser.add_argument("--peer-python", help="interpreter of the environment that has the peers")
-    parser.add_argument("--json", help="file for the result")
+    parser.add_argument("--json", "--output-json", metavar="FILE", help="file for the result")
+    add_dataset_flags(parser, default=None, num_prompts=100, is_offline=True)
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(max_model_len=2048)
-    options = parser.parse_args(argv)
+    options = parser.parse_args(expand_config(parser, argv))
+    if options.dataset_name and (options.peer or options.batch):
+        parser.error("--batch and --peer are not for data sets")
     if options.peer and not options.peer_python:
         parser.error("--peer needs --peer-python")
+    return options
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Batch sizes, beside peers."""
     batches: list[int] = options.batch or list(BATCH_SIZES)
     args = EngineArgs.from_cli_args(options)
 
@@ -52,6 +91,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def measure(args: EngineArgs, batches: list[int], new_tokens: int) -> dict[str, Any]:
     """jaxpage's tokens per second by batch size: the better of two runs, after one run to warm up."""
+    from jaxpage import LLM  # late: --help needs no jax
+
     started = time.perf_counter()
     llm = LLM(**vars(args))
     result: dict[str, Any] = {"ready_s": time.perf_counter() - started, "tokens_per_s": {}}
@@ -83,4 +124,4 @@ def _rows(results: dict[str, dict[str, Any]], batches: list[int]) -> list[dict[s
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

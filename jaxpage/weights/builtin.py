@@ -122,7 +122,7 @@ def fetch(name: str) -> Path:
     if name not in BUILTIN_MODELS:
         raise WeightsError(f"model: no built-in model {shown(name)} (built-in models: {', '.join(BUILTIN_MODELS)})")
     model = BUILTIN_MODELS[name]
-    folder = cache_directory() / "models" / name
+    folder = model_directory(name)
     target = folder / model.file_name
     try:
         if _is_intact(model, target):
@@ -134,6 +134,11 @@ def fetch(name: str) -> Path:
     except OSError as error:
         raise WeightsError(_explain(error, name, folder)) from error
     return target
+
+
+def model_directory(name: str) -> Path:
+    """Where a built-in model lies once it is fetched, and everything that belongs to it."""
+    return cache_directory() / "models" / name
 
 
 def cache_directory() -> Path:

@@ -91,12 +91,17 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     if model and os.path.exists(path):
         _refuse_revision(revision, model)
         return path
-    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+    if is_hub_id(model):
         return _download_from_hub(model, revision)
     raise WeightsError(
         f"model: {shown(model)} is no file or directory here, no hub id of the form org/name, "
         f"and none of the built-in models {', '.join(builtin.BUILTIN_MODELS)}"
     )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` has the form of a hub id; whether there is such a model, only the hub knows."""
+    return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
 def _refuse_revision(revision: str | None, model: str) -> None:
