@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import typing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import check_bool, check_float, check_int
+from jaxpage.request import SamplingParams, check_bool, check_float, check_int
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16")
@@ -30,6 +32,10 @@ LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_IMPLEMENTATIONS = ("auto", "mosaic_tpu", "mosaic_gpu", "triton", "xla", "reference")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+GENERATION_CONFIGS = ("auto", "vllm")
+"""vllm, which is vLLM's word for it: leave the model's recommendation aside."""
+RECOMMENDED_VALUES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling values that a checkpoint or an option may recommend for requests that leave them open."""
 
 
 def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -47,7 +53,9 @@ class EngineArgs:
     model: str = _option(DEFAULT_MODEL, "built-in name, Hugging Face directory, .gguf file or hub id")
     tokenizer: str | None = _option(None, "directory or .gguf file of the tokenizer, if not the model's own")
     revision: str | None = _option(None, "branch, tag or commit of a hub id")
-    served_model_name: str | None = _option(None, "name clients use; default: the value of --model")
+    served_model_name: str | Sequence[str] | None = _option(
+        None, "names clients may use, the first in lists and metrics; default: the value of --model"
+    )
     load_format: str = _option("auto", "auto reads the checkpoint; dummy makes random weights", LOAD_FORMATS)
     dtype: str = _option("auto", "type of weights and activations; auto: float32 on CPU, else bfloat16", DTYPES)
     quantization: str | None = _option(
@@ -87,6 +95,12 @@ class EngineArgs:
     pipeline_parallel_size: int = _option(1, "stages a model is split into")
     data_parallel_size: int = _option(1, "copies of the engine")
     attention_implementation: str = _option("auto", "attention code to run", ATTENTION_IMPLEMENTATIONS)
+    generation_config: str = _option(
+        "auto", "sampling values of requests that leave them open; auto: the model's own", GENERATION_CONFIGS
+    )
+    override_generation_config: Mapping[str, Any] | None = _option(
+        None, 'sampling values put over those of generation_config, such as {"temperature": 0.6}'
+    )
     enforce_eager: bool = _option(False, "do not compile at start: shapes are compiled when first met")
     trust_remote_code: bool = _option(False, "must stay false: code in checkpoints is never run")
     disable_log_stats: bool = _option(False, "no periodic status line")
@@ -117,11 +131,21 @@ class EngineArgs:
         )
         self.max_logprobs = check_int("max_logprobs", self.max_logprobs, -1)
         self.seed = check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in self.model_names:
+            if not isinstance(name, str) or not name.strip():
+                raise ParameterError("served_model_name", f"must be one or more names, got {shown(name)}")
+        _check_sampling_defaults(self.override_generation_config)
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if check_int(name, getattr(self, name), 1) != 1:
                 raise ParameterError(name, f"only 1 is supported in this version, got {getattr(self, name)}")
         if self.trust_remote_code:
             raise ParameterError("trust_remote_code", "true is not supported: code in checkpoints is never run")
+
+    @property
+    def model_names(self) -> list[str]:
+        """What clients may call the model; the first is the one that lists and metrics show."""
+        names = self.served_model_name or self.model
+        return [names] if isinstance(names, str) else list(names)
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -132,12 +156,16 @@ class EngineArgs:
             if field.name == "model":
                 continue
             flag = "--" + field.name.replace("_", "-")
+            types = [kind for kind in typing.get_args(hints[field.name]) or (hints[field.name],)]
             keyword: dict[str, Any] = {"default": field.default, "help": field.metadata["help"], "dest": field.name}
             if hints[field.name] is bool:
                 keyword["action"] = argparse.BooleanOptionalAction
+            elif typing.get_origin(types[0]) is Mapping:
+                keyword |= {"type": _json_object, "metavar": "JSON"}
             else:
-                types = [kind for kind in typing.get_args(hints[field.name]) or (hints[field.name],)]
-                keyword["type"] = next(kind for kind in types if kind is not type(None))
+                keyword["type"] = types[0]
+                if Sequence[str] in types:
+                    keyword["nargs"] = "+"
                 keyword["choices"] = field.metadata["choices"]
                 keyword["metavar"] = None if keyword["choices"] else keyword["type"].__name__.upper()
             group.add_argument(flag, **keyword)
@@ -151,6 +179,29 @@ class EngineArgs:
         """The arguments parsed by a parser that ``add_cli_args`` filled."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in vars(namespace).items() if name in names})
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:200]!r}")
+    return value
+
+
+def _check_sampling_defaults(values: Any) -> None:
+    name = "override_generation_config"
+    if values is not None and not isinstance(values, dict):
+        raise ParameterError(name, f"must be an object, got {shown(values)}")
+    for key in values or {}:
+        if key not in RECOMMENDED_VALUES:
+            raise ParameterError(name, f"may hold {', '.join(RECOMMENDED_VALUES)}, got {shown(key)}")
+    try:
+        SamplingParams(**(values or {}))
+    except ParameterError as error:
+        raise ParameterError(name, str(error)) from None
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -19,12 +19,16 @@ class Limits:
     """What the served model allows: ids below ``vocab_size``, ``max_model_len`` tokens, ``max_logprobs`` (-1: all).
 
     Attributes:
+        max_n: samples of a prompt that a request may ask for.
+        max_stop_strings: stop strings that a request may have.
         generation_config: the model's own defaults of sampling values.
     """
 
     vocab_size: int
     max_model_len: int
     max_logprobs: int
+    max_n: int
+    max_stop_strings: int
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

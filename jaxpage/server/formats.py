@@ -1,4 +1,4 @@
-"""Owns the JSON objects of the two generating endpoints: choices, chunks and what surrounds them.
+"""Owns the JSON objects of completions: choices, chunks and what surrounds them.
 
 It must not know HTTP or how text is generated.
 """
@@ -29,7 +29,7 @@ class CompletionFormat:
     def __init__(self, tokenizer: Any, request: GenerationRequest, model: str, request_id: str) -> None:
         self.request = request
         self.logprobs = LogprobFormat(tokenizer, request.num_logprobs or 0, request.tokens_as_ids)
-        self._envelope = {
+        self.envelope = {
             "id": self.id_prefix + request_id,
             "object": self.chunk_object if request.stream else self.whole_object,
             "created": int(time.time()),
@@ -42,16 +42,16 @@ class CompletionFormat:
         choices = [self.choice(piece) for piece in pieces]
         if self.request.num_prompt_logprobs is not None:
             for choice, piece in zip(choices, pieces, strict=True):
-                choice["prompt_logprobs"] = self._prompt_logprobs(generation, piece)
-        return self._envelope | {"choices": choices, "usage": generation.usage()}
+                choice["prompt_logprobs"] = self.prompt_logprobs(generation, piece)
+        return self.envelope | {"choices": choices, "usage": generation.usage()}
 
     def chunks(self, generation: Generation, piece: Piece) -> list[dict[str, Any]]:
         """The stream's objects for one piece."""
-        return [self._chunk(generation, piece, self.choice(piece))]
+        return [self.chunk(generation, piece, self.choice(piece))]
 
     def usage_chunk(self, generation: Generation) -> dict[str, Any]:
         """The object that ends a stream with include_usage."""
-        return self._envelope | {"choices": [], "usage": generation.usage()}
+        return self.envelope | {"choices": [], "usage": generation.usage()}
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """A choice, whole or in part."""
@@ -68,57 +68,14 @@ class CompletionFormat:
                 choice["prompt_token_ids"] = piece.prompt.token_ids
         return choice
 
-    def _chunk(self, generation: Generation, piece: Piece, choice: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    def chunk(self, generation: Generation, piece: Piece, choice: dict[str, Any], **extra: Any) -> dict[str, Any]:
+        """An object of the stream around one choice."""
         usage = {"usage": generation.usage_at(piece)} if self.request.continuous_usage else {}
-        return self._envelope | {"choices": [choice]} | extra | usage
+        return self.envelope | {"choices": [choice]} | extra | usage
 
-    def _prompt_logprobs(self, generation: Generation, piece: Piece) -> list[dict[str, Any] | None] | None:
+    def prompt_logprobs(self, generation: Generation, piece: Piece) -> list[dict[str, Any] | None] | None:
+        """The scores of the prompt that ``piece`` belongs to, as far as they were asked for."""
         entries = generation.prompt_logprobs[piece.index // self.request.num_choices]
         if entries is None or self.request.num_prompt_logprobs is None:
             return None
         return self.logprobs.prompt(trimmed(entries, piece.prompt.token_ids, self.request.num_prompt_logprobs))
-
-
-class ChatFormat(CompletionFormat):
-    """Answers of POST /v1/chat/completions."""
-
-    id_prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def whole(self, generation: Generation, pieces: list[Piece]) -> dict[str, Any]:
-        """The answer without streaming; what belongs to the prompt stands beside the choices."""
-        answer = self._envelope | {"choices": [self.choice(piece) for piece in pieces], "usage": generation.usage()}
-        if self.request.return_token_ids:
-            answer["prompt_token_ids"] = generation.prompts[0].token_ids
-        if self.request.num_prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._prompt_logprobs(generation, pieces[0])
-        return answer
-
-    def chunks(self, generation: Generation, piece: Piece) -> list[dict[str, Any]]:
-        """The stream's objects for one piece; the first of a choice is preceded by the one with the role."""
-        chunks = []
-        if piece.is_first:
-            role = {"role": "assistant", "content": ""}
-            opening = {"index": piece.index, "delta": role, "logprobs": None, "finish_reason": None}
-            extra = {"prompt_token_ids": piece.prompt.token_ids} if self.request.return_token_ids else {}
-            chunks.append(self._chunk(generation, piece, opening, **extra))
-        empty_end = piece.finish_reason is not None and not piece.text
-        choice = {"index": piece.index, "delta": {} if empty_end else {"content": piece.text}} | self._details(piece)
-        chunks.append(self._chunk(generation, piece, choice))
-        return chunks
-
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        """A whole choice."""
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"index": piece.index, "message": message} | self._details(piece)
-
-    def _details(self, piece: Piece) -> dict[str, Any]:
-        details: dict[str, Any] = {
-            "logprobs": None if self.request.num_logprobs is None else self.logprobs.chat(piece.scores),
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        if self.request.return_token_ids:
-            details["token_ids"] = piece.token_ids
-        return details

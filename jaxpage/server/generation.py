@@ -13,9 +13,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from jaxpage.request import CompletionOutput, LogprobDict, RequestOutput, TokensPrompt
+from jaxpage.server.admission import Ticket
 from jaxpage.server.errors import GenerationError
 from jaxpage.server.prompts import PreparedPrompt
 from jaxpage.server.protocol import GenerationRequest
+from jaxpage.server.tracing import CallTrace
 
 QUEUED_OUTPUTS = 64
 """Outputs of several prompts that may wait for a slow client; beyond it the engine's own streams wait."""
@@ -62,17 +64,32 @@ class Piece:
 
 
 class Generation:
-    """Runs ``prompts`` in ``engine`` and keeps the counts that usage reports.
+    """Runs ``prompts`` in ``engine`` and keeps the counts that usage reports, and the one of ``ticket``.
+
+    ``request_id`` is the call's, for logs; ``trace`` is told how each prompt ended.
 
     Attributes:
         prompt_logprobs: per prompt, the engine's scores of the prompt, None until (or unless) they arrive.
     """
 
-    def __init__(self, engine: Any, prompts: list[PreparedPrompt], request: GenerationRequest) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        prompts: list[PreparedPrompt],
+        request: GenerationRequest,
+        ticket: Ticket,
+        request_id: str,
+        trace: CallTrace | None = None,
+    ) -> None:
         self.engine = engine
         self.prompts = prompts
         self.request = request
         self.prompt_logprobs: list[list[LogprobDict | None] | None] = [None] * len(prompts)
+        self._ticket = ticket
+        self._request_id = request_id
+        self._trace = trace
+        self._unfinished = set(range(len(prompts)))
+        self._is_waiting = [True] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)
         self._num_completion_tokens: dict[int, int] = {}
 
@@ -83,7 +100,8 @@ class Generation:
             GenerationError: if the engine ended a sample without a result.
         """
         waiting: dict[int, list[RequestOutput]] = {}
-        async with contextlib.aclosing(_merged([self._start(prompt) for prompt in self.prompts])) as outputs:
+        streams = [self._start(prompt) for prompt in self.prompts]
+        async with self._traced(), contextlib.aclosing(_merged(streams)) as outputs:
             async for number, output in outputs:
                 self._note_counts(number, output)
                 waiting.setdefault(number, []).append(output)
@@ -93,6 +111,8 @@ class Generation:
                 for ready in waiting.pop(number):
                     for sample in ready.outputs:
                         yield self._piece(number, sample)
+                if output.finished:
+                    self._note_end(number, output)
 
     async def choices(self) -> list[Piece]:
         """Every choice whole, sorted by index."""
@@ -116,20 +136,40 @@ class Generation:
         return _usage(len(piece.prompt.token_ids), piece.num_completion_tokens, cached)
 
     def _note_counts(self, number: int, output: RequestOutput) -> None:
+        if self._is_waiting[number]:
+            self._is_waiting[number] = False
+            self._ticket.num_waiting_tokens -= len(self.prompts[number].token_ids)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[number] = output.prompt_logprobs
         if output.num_cached_tokens is not None:
             self._num_cached_tokens[number] = max(output.num_cached_tokens, 0)
 
+    @contextlib.asynccontextmanager
+    async def _traced(self) -> AsyncGenerator[None]:
+        """Prompts that are given up get their spans, too."""
+        try:
+            yield
+        finally:
+            if self._trace is not None:
+                for number in self._unfinished:
+                    self._trace.cut(len(self.prompts[number].token_ids))
+
+    def _note_end(self, number: int, output: RequestOutput) -> None:
+        self._unfinished.discard(number)
+        if self._trace is not None:
+            first = number * self.request.num_choices
+            indices = range(first, first + self.request.num_choices)
+            self._trace.ended(output, sum(self._num_completion_tokens.get(index, 0) for index in indices))
+
     def _lacks_prompt_scores(self, number: int) -> bool:
         return self.request.scores_prompts and self.prompt_logprobs[number] is None
 
     def _start(self, prompt: PreparedPrompt) -> AsyncGenerator[RequestOutput]:
-        # Ids inside the engine have nothing to do with what clients send, so nobody can hit another's request.
+        # Clients may send the same id, and may guess another's; no two requests have the same one in the engine.
         return self.engine.generate(
             TokensPrompt(prompt_token_ids=prompt.token_ids),
             self.request.params,
-            uuid.uuid4().hex,
+            f"{uuid.uuid4().hex}:{self._request_id}",
             cache_salt=self.request.cache_salt,
             priority=self.request.priority,
         )

@@ -5,7 +5,9 @@ It must not know routes or fields.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import gc
 import socket
 import time
 from types import FrameType
@@ -13,10 +15,42 @@ from typing import Any
 
 import uvicorn
 
-from jaxpage.server.app import ApiServer
+from jaxpage.server.connections import BoundedProtocol
+from jaxpage.server.listener import where
+from jaxpage.server.state import ApiServer
 
 ABORT_GRACE_S = 2
 """Time that requests which were cut off get to send their last bytes."""
+KEEP_ALIVE_S = 60
+"""Time that an idle connection stays open."""
+
+
+def settle() -> None:
+    """To be called once all is loaded: garbage collection need not look again at what is there to stay.
+
+    That is a million objects or so, and a collection that looks at them stops engine and event loop for half a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def server_config(app: Any, options: argparse.Namespace) -> uvicorn.Config:
+    """How uvicorn serves ``app``, as the flags of ``server/cli.py`` say."""
+    return uvicorn.Config(
+        app,
+        http=BoundedProtocol,
+        ws="none",
+        root_path=options.root_path,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=options.ssl_cert_reqs,
+        log_config=None,  # the log is set up already
+        access_log=False,  # the app has one of its own, with request ids
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=ABORT_GRACE_S,
+        server_header=False,
+    )
 
 
 class DrainingServer(uvicorn.Server):
@@ -41,10 +75,9 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, then says where."""
         await super().startup(sockets)
+        scheme = "https" if self.config.is_ssl else "http"
         for listener in sockets or []:
-            host, port = listener.getsockname()[:2]
-            address = f"[{host}]" if ":" in host else host
-            print(f"jaxpage: ready: {self._engine.model_name} at http://{address}:{port}/v1", flush=True)
+            print(f"jaxpage: ready: {self._engine.model_name} at {where(listener, scheme)}", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Signal handler: the first one starts draining, the second one ends the server."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxpage.config import RECOMMENDED_VALUES
 from jaxpage.errors import ParameterError, shown
 from jaxpage.request import (
     MAX_BEAM_WIDTH,
+    MAX_N,
     BeamSearchParams,
     RequestOutputKind,
     SamplingParams,
@@ -18,6 +20,7 @@ from jaxpage.request import (
     check_int,
 )
 from jaxpage.server.fields import Body, Limits, check_list, field
+from jaxpage.server.structured import structured_field
 
 _SAMPLING_FIELDS = (
     "n",
@@ -39,8 +42,8 @@ _SAMPLING_FIELDS = (
     "include_stop_str_in_output",
     "logit_bias",
     "allowed_token_ids",
+    "bad_words",
 )
-_DEFAULTS_OF_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _BEAM_FIELDS = (
     "length_penalty",
     "early_stopping",
@@ -74,9 +77,12 @@ def generation_params(
         raise ParameterError("length_penalty", f"needs use_beam_search true, got {shown(body['length_penalty'])}")
     if body.get("early_stopping") is not None and body["early_stopping"] is not False:
         raise ParameterError("early_stopping", f"needs use_beam_search true, got {shown(body['early_stopping'])}")
-    values = {name: limits.generation_config[name] for name in _DEFAULTS_OF_MODEL if name in limits.generation_config}
+    field(body, "n", check_int, low=1, high=limits.max_n)
+    values = {name: limits.generation_config[name] for name in RECOMMENDED_VALUES if name in limits.generation_config}
+    structured = structured_field(body)
     params = SamplingParams(
         **(values | _given(body, limits)),
+        structured_outputs=None if structured is None else structured.params,
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -91,8 +97,11 @@ def _beam_search_params(body: Body, limits: Limits, max_tokens: int | None, logp
         raise ParameterError("stream", "cannot be combined with use_beam_search")
     if body.get("beam_width") is not None:
         raise ParameterError("beam_width", f"is called n here, got {shown(body['beam_width'])}")
+    if (structured := structured_field(body)) is not None:
+        raise ParameterError(structured.name.split(".")[0], "cannot be combined with use_beam_search")
     _refuse_sampling_values(body, limits)
-    width = field(body, "n", check_int, 1, low=1, high=MAX_BEAM_WIDTH)
+    # Samples and beams have limits of their own; the operator's is for both where it is below them.
+    width = field(body, "n", check_int, 1, low=1, high=MAX_BEAM_WIDTH if limits.max_n == MAX_N else limits.max_n)
     if field(body, "best_of", check_int, width) != width:
         raise ParameterError("best_of", f"is only supported equal to n ({width}), got {body['best_of']}")
     if logprobs == -1 and limits.max_logprobs == -1:
@@ -122,4 +131,7 @@ def _given(body: Body, limits: Limits) -> dict[str, Any]:
     if isinstance(allowed, list) and len(allowed) > limits.vocab_size:
         raise ParameterError("allowed_token_ids", f"holds {len(allowed)} ids, the vocabulary has {limits.vocab_size}")
     field(body, "stop_token_ids", check_list)
+    stop = body.get("stop")
+    if isinstance(stop, list) and len(stop) > limits.max_stop_strings:
+        raise ParameterError("stop", f"holds {len(stop)} strings, at most {limits.max_stop_strings} are allowed")
     return {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}

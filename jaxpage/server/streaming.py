@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -16,8 +17,10 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.server.errors import ClientGoneError, error_body, to_api_error
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 _encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 Result = TypeVar("Result")
+SendPiece = Callable[[bytes], Awaitable[None]]
 
 
 def frame(value: dict[str, Any]) -> bytes:
@@ -54,23 +57,40 @@ class EventStream:
 
     A slow reader makes ``send`` wait and so slows down its own events only. An error after the first byte is sent
     as an object of the stream.
+
+    Args:
+        keep_alive_s: silence after which a comment line is sent, for proxies that close silent connections.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any]]) -> None:
+    def __init__(self, events: AsyncGenerator[dict[str, Any]], keep_alive_s: float | None = None) -> None:
         self._events = events
+        self._keep_alive_s = keep_alive_s
+        self._last_sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await while_connected(receive, self._send_events(send))
+        await while_connected(receive, self._send_all(send))
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         async def send_piece(data: bytes, more: bool = True) -> None:
+            self._last_sent_s = time.monotonic()
             try:
                 await send({"type": "http.response.body", "body": data, "more_body": more})
             except OSError:
                 raise ClientGoneError from None
 
+        if self._keep_alive_s is None:
+            await self._send_events(send_piece)
+        else:
+            waking = asyncio.ensure_future(self._keep_awake(send_piece, self._keep_alive_s))
+            try:
+                await self._send_events(send_piece)
+            finally:
+                waking.cancel()
+        await send_piece(DONE, more=False)
+
+    async def _send_events(self, send_piece: SendPiece) -> None:
         async with contextlib.aclosing(self._events) as events:
             try:
                 async for event in events:
@@ -79,4 +99,13 @@ class EventStream:
                 raise
             except Exception as error:
                 await send_piece(frame(error_body(to_api_error(error))))
-        await send_piece(DONE, more=False)
+
+    async def _keep_awake(self, send_piece: SendPiece, interval_s: float) -> None:
+        self._last_sent_s = time.monotonic()
+        with contextlib.suppress(ClientGoneError):  # the stream itself notices, too
+            while True:
+                due_s = self._last_sent_s + interval_s - time.monotonic()
+                if due_s > 0:
+                    await asyncio.sleep(due_s)
+                else:
+                    await send_piece(KEEP_ALIVE)

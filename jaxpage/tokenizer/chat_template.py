@@ -26,10 +26,11 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate(NamedTuple):
-    """A compiled template and the form in which it reads message content."""
+    """A compiled template, the form in which it reads message content, and all names of variables that it reads."""
 
     template: jinja2.Template
     content_format: ContentFormat
+    variables: frozenset[str]
 
 
 @functools.lru_cache(maxsize=32)
@@ -42,7 +43,8 @@ def compile_template(source: str) -> ChatTemplate:
     try:
         tree = sandbox.parse(source)
         content_format = _content_format(tree)
-        return ChatTemplate(sandbox.compile_tree(tree), content_format)
+        variables = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+        return ChatTemplate(sandbox.compile_tree(tree), content_format, variables)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"{error.message} (line {error.lineno} of the chat template)") from error
     except (RecursionError, jinja2.TemplateError, SyntaxError) as error:
@@ -79,12 +81,13 @@ def render(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
+    content_format: ContentFormat | None = None,
 ) -> str:
     """Renders `messages` with the template `source`.
 
     Content that is a list of text parts is joined by newlines for templates that expect strings and passed on to those
-    that walk it; a string is passed on as it is. Arguments of tool
-    calls that are JSON text are passed as objects. Content None is written as nothing.
+    that walk it; a string is passed on as it is. Arguments of tool calls that are JSON text are passed as objects.
+    Content None is written as nothing.
 
     Args:
         source: the Jinja template.
@@ -94,6 +97,8 @@ def render(
         add_generation_prompt: whether the template opens the assistant's turn.
         continue_final_message: whether the prompt ends exactly in the last message's text.
         variables: further variables of the template; they may replace any but those named above.
+        content_format: how the template reads content, for those that do not show it; "parts" then turns strings into
+            lists of one part. None: as the template shows.
 
     Raises:
         ChatTemplateError: the template refuses or fails.
@@ -103,8 +108,13 @@ def render(
         raise ParameterError("continue_final_message", "cannot be combined with add_generation_prompt")
     if taken := _RESERVED.intersection(variables or ()):
         raise ParameterError("chat_template_kwargs", f"may not set {', '.join(sorted(taken))}")
-    template, content_format = compile_template(source)
-    prepared = [_prepare(message, f"messages[{i}]", content_format) for i, message in enumerate(messages)]
+    compiled = compile_template(source)
+    shape = content_format or compiled.content_format
+    prepared = [_prepare(message, f"messages[{i}]", shape) for i, message in enumerate(messages)]
+    if content_format == "parts":
+        for message in prepared:
+            if isinstance(message.get("content"), str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
     mark = ""
     if continue_final_message:
         mark = f"<{secrets.token_hex(16)}>"
@@ -118,7 +128,7 @@ def render(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        text = sandbox.render(template, scope)
+        text = sandbox.render(compiled.template, scope)
     except Exception as error:  # a template can fail in any way, and each is a verdict on the request
         raise ChatTemplateError(str(error) or type(error).__name__) from error
     if not mark:

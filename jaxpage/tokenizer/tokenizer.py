@@ -169,6 +169,10 @@ class Tokenizer:
         """Returns the bytes that a token adds in the middle of a text, also for parts of characters."""
         return self.decoder.token_bytes(token_id)
 
+    def chat_template_for(self, tools: Sequence[Any] | None) -> str | None:
+        """Returns the template that chats with or without `tools` use, None if there is none."""
+        return (self._tool_chat_template if tools else None) or self.chat_template
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -178,14 +182,17 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        content_format: chat.ContentFormat | None = None,
     ) -> str:
         """Returns the prompt text of a chat; `chat_template` replaces the tokenizer's own.
+
+        `content_format` says how the template reads content where it does not show it.
 
         Raises:
             ChatTemplateError: there is no template, or it refuses or fails.
             ParameterError: messages or chat_template_kwargs are malformed, or both flags are set.
         """
-        source = chat_template or (self._tool_chat_template if tools else None) or self.chat_template
+        source = chat_template or self.chat_template_for(tools)
         if source is None:
             raise chat.ChatTemplateError("this model's tokenizer has no chat template; give one in chat_template")
         special = {name: getattr(self, name) for name in _NAMES}
@@ -197,6 +204,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
+            content_format=content_format,
         )
 
     def encode_chat(

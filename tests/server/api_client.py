@@ -16,6 +16,8 @@ import uvicorn
 from fake_engine import FakeEngine
 
 from jaxpage.server.app import create_app
+from jaxpage.server.connections import BoundedProtocol
+from jaxpage.server.options import ServerOptions
 
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 
@@ -24,7 +26,7 @@ class Api:
     """Requests against an app in this process."""
 
     def __init__(self, engine: FakeEngine, **options: Any) -> None:
-        self.app = create_app(engine, **options)
+        self.app = create_app(engine, ServerOptions(**options))
         # The app answers faults itself: an exception that gets out of it fails the test.
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")
 
@@ -85,7 +87,8 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> str:
 @contextlib.contextmanager
 def serving(app: Any) -> Iterator[str]:
     """A real server with ``app`` on a free port, in a thread; gives its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    protocol = {"http": BoundedProtocol, "ws": "none"}  # as jaxpage.serve has it
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, **protocol))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

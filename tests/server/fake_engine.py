@@ -6,24 +6,34 @@ It has the methods of ``AsyncLLMEngine`` that the server uses, and keeps score o
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+import numpy as np
+
 from jaxpage.errors import EngineDeadError, ParameterError
+from jaxpage.kv.manager import KVCacheManager
+from jaxpage.metrics import CacheInfo, EngineMetrics
 from jaxpage.request import (
     BeamSearchParams,
     CompletionOutput,
+    EmbeddingOutput,
     Logprob,
     LogprobDict,
+    PoolingParams,
     RequestOutput,
     SamplingParams,
     TextPrompt,
     TokensPrompt,
 )
+from jaxpage.scheduler.scheduler import Scheduler
+from jaxpage.scheduler.snapshot import EngineSnapshot, take_snapshot
 from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
 
 Params = SamplingParams | BeamSearchParams
 Script = Callable[[Sequence[int], int], Sequence[int]]
 END_ID = 257
+HIDDEN_SIZE = 4
 
 
 class FakeEngine:
@@ -33,8 +43,8 @@ class FakeEngine:
         alternatives: logprob of ids beside the forced one, by output position; the forced id has -0.5.
         running, aborted: ids of requests that run, or whose generator was closed before its end.
         fail_after: raise RuntimeError after this many steps.
-        seen, priorities: what the requests that were started brought along.
-        num_resets: of the prefix cache.
+        seen, pooled, priorities: what the requests that were started brought along.
+        num_resets: of the prefix cache. num_snapshots: taken, of an empty pool.
     """
 
     model_name = "fake"
@@ -56,19 +66,31 @@ class FakeEngine:
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.seen: list[tuple[list[int], Params, str | None]] = []
+        self.pooled: list[tuple[list[int], PoolingParams, str | None]] = []
         self.priorities: list[int] = []
+        self.metrics = EngineMetrics(CacheInfo(max_model_len=max_model_len))
         self.num_resets = 0
+        self.num_snapshots = 0
         self.was_shut_down = False
+        self.aliases: list[str] = []
+
+    @property
+    def model_names(self) -> list[str]:
+        return [self.model_name, *self.aliases]
 
     @property
     def num_unfinished_requests(self) -> int:
         return len(self.running)
 
-    def check(self, prompt_token_ids: Sequence[int], params: Params, priority: int = 0) -> None:
+    def check(self, prompt_token_ids: Sequence[int], params: Params | PoolingParams, priority: int = 0) -> None:
         if priority and self.scheduling_policy != "priority":
             raise ParameterError("priority", f'needs scheduling_policy "priority", got {priority}')
         if isinstance(params, BeamSearchParams) and params.beam_width > self.max_num_seqs:
             raise ParameterError("beam_width", f"{params.beam_width} is above max_num_seqs {self.max_num_seqs}")
+        if isinstance(params, PoolingParams):
+            if params.dimensions is not None and params.dimensions > HIDDEN_SIZE:
+                raise ParameterError("dimensions", f"{params.dimensions} is above the model's {HIDDEN_SIZE}")
+            return
         params.validate_for(self.vocab_size, self.max_model_len, self.max_logprobs)
         if not 1 <= len(prompt_token_ids) < self.max_model_len:
             raise ParameterError("prompt", f"has {len(prompt_token_ids)} tokens, max_model_len is {self.max_model_len}")
@@ -79,8 +101,50 @@ class FakeEngine:
         self.num_resets += 1
         self.cached_tokens = 0
 
+    async def snapshot(self) -> EngineSnapshot:
+        if self.is_dead:
+            raise EngineDeadError
+        self.num_snapshots += 1
+        idle = Scheduler(
+            KVCacheManager(16, 4, True),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=16,
+            max_model_len=self.max_model_len,
+            enable_chunked_prefill=True,
+        )
+        return dataclasses.replace(take_snapshot(idle), num_running=len(self.running))
+
     def shutdown(self, drain_timeout_s: float | None = None) -> None:
         self.was_shut_down = self.is_dead = True
+
+    async def embed(
+        self,
+        prompt: TokensPrompt,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> EmbeddingOutput:
+        """The state of a token is its id and then ones."""
+        ids = prompt["prompt_token_ids"]
+        self.pooled.append((ids, params, cache_salt))
+        self.running.add(request_id)
+        try:
+            await asyncio.sleep(self.step_s)
+            if self.is_dead:
+                raise EngineDeadError
+        except asyncio.CancelledError:
+            self.aborted.append(request_id)
+            raise
+        finally:
+            self.running.discard(request_id)
+        states = np.ones((len(ids), HIDDEN_SIZE), np.float32)
+        states[:, 0] = ids
+        vector = (states[-1] if params.pooling == "last" else states.mean(axis=0))[: params.dimensions]
+        if params.normalize:
+            vector = vector / np.linalg.norm(vector)
+        return EmbeddingOutput(request_id, ids, vector, self.cached_tokens)
 
     async def generate(
         self,
@@ -91,7 +155,7 @@ class FakeEngine:
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        ids = prompt.get("prompt_token_ids") or self.tokenizer.encode(prompt["prompt"])
+        ids = prompt.get("prompt_token_ids") or self.tokenizer.encode(prompt.get("prompt", ""))
         self.check(ids, params, priority)
         assert request_id not in self.running
         self.seen.append((ids, params, cache_salt))

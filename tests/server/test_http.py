@@ -21,7 +21,7 @@ def assert_error(response, status: int, kind: str) -> None:
 
 
 async def test_unknown_routes_and_methods(api):
-    for path in ("/", "/v1", "/v1/nothing", "/v1/completions/", "/metrics/x"):
+    for path in ("/v1", "/v1/nothing", "/v1/completions/", "/metrics/x"):
         assert_error(await api.client.get(path), 404, "NotFoundError")
     for method, path in [("GET", PATH), ("PUT", PATH), ("POST", "/v1/models"), ("POST", "/health"), ("OPTIONS", PATH)]:
         response = await api.client.request(method, path)
@@ -49,7 +49,7 @@ async def test_small_endpoints(api):
 
 @pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
 async def test_pfx_3c_reset_of_the_prefix_cache(engine, path):
-    api = Api(engine, api_keys=["one"])
+    api = Api(engine, api_key=("one",))
     headers = {"Authorization": "Bearer one"}
     assert_error(await api.client.get(path, headers=headers), 405, "MethodNotAllowedError")
     assert_error(await api.client.post(path), 401, "AuthenticationError")
@@ -69,7 +69,7 @@ async def test_model_ids_may_hold_slashes(engine):
 
 
 async def test_keys(engine):
-    api = Api(engine, api_keys=["one", "zwei-ü"])
+    api = Api(engine, api_key=("one", "zwei-ü"))
     wrong = [None, "one", "Bearer", "Bearer ", "Bearer two", "Basic one", "Bearer one two", "Bearer \u00e4"]
     for value in wrong:
         headers = {} if value is None else {"Authorization": value.encode()}

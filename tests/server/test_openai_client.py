@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import re
 import subprocess
 import sys
@@ -21,7 +22,16 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 def url(tiny_model_dir) -> Iterator[str]:
     """The base URL of ``python -m jaxpage.serve`` on a free port."""
     options = ["--served-model-name", MODEL, "--port", "0", "--max-model-len", "256", "--uvicorn-log-level", "warning"]
-    options += ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--api-key", "key"]
+    options += [
+        "--max-num-seqs",
+        "16",
+        "--max-num-batched-tokens",
+        "64",
+        "--api-key",
+        "key",
+        "--tool-prompt",
+        "template",
+    ]
     command = [sys.executable, "-m", "jaxpage.serve", str(tiny_model_dir("llama")), *options]
     # Standard error stays the test's own, so that a failing start is seen and no pipe can fill up.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -154,6 +164,32 @@ def test_pfx_3c_reset_of_the_prefix_cache(client, url):
     flush("/reset_prefix_cache")
     assert text + "".join(chunk.choices[0].text for chunk in chunks) == undisturbed
     assert cached_tokens() == 0
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_tool_1_forced_calls_of_a_random_model(client, choice):
+    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100, "tools": tools, "tool_choice": choice, "seed": 1}
+    answer = client.chat.completions.create(**body, parallel_tool_calls=False).choices[0]
+    (call,) = answer.message.tool_calls
+    assert json.loads(call.function.arguments) in ({"x": 1}, {"x": 2})
+    assert call.function.name in ("f", "g") if choice == "required" else call.function.name == "f"
+    assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    pieces = [
+        piece
+        for chunk in client.chat.completions.create(**body, parallel_tool_calls=False, stream=True)
+        for piece in chunk.choices[0].delta.tool_calls or []
+    ]
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    assert pieces[0].function.name == call.function.name
+
+
+def test_tool_1a_a_schema_that_does_not_compile(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "dict"}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[tool], tool_choice="required")
+    assert refused.value.param == "tools.0.function.parameters"
 
 
 def test_errors_have_their_classes(client, url):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,8 +20,10 @@ import pytest
 from api_client import TOKENIZERS
 
 from jaxpage import serve
+from jaxpage.server.options import ServerOptions
 
 HERE = Path(__file__).parent
+TLS = HERE.parent / "data" / "tls"
 SLOW = {"prompt": "Hi", "max_tokens": 300, "ignore_eos": True}
 
 
@@ -28,26 +33,88 @@ def run_serve(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def fake_server(*options: str):
+def fake_server(*options: str, environment: dict[str, str] | None = None):
     """A process that serves the fake engine: 100 tokens take a second. Gives the process and its URL."""
-    command = [
-        sys.executable,
-        str(HERE / "serve_fake.py"),
-        str(TOKENIZERS / "bytes_tokenizer"),
-        "--port",
-        "0",
-        *options,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    tokenizer = str(TOKENIZERS / "bytes_tokenizer")
+    command = [sys.executable, str(HERE / "serve_fake.py"), tokenizer, "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
+    )
     try:
         ready = process.stdout.readline()
-        url = re.fullmatch(r"jaxpage: ready: fake at (http://127\.0\.0\.1:\d+)/v1\n", ready)
-        assert url is not None, ready + process.stderr.read()
-        yield process, url[1]
+        where = re.fullmatch(r"jaxpage: ready: fake at (?:(https?://127\.0\.0\.1:\d+)/v1|(unix:.+))\n", ready)
+        assert where is not None, ready + process.stderr.read()
+        yield process, where[1] or where[2]
     finally:
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def test_tls_with_certificates_of_clients(tmp_path):
+    files = ("--ssl-certfile", str(TLS / "cert.pem"), "--ssl-keyfile", str(TLS / "key.pem"))
+    with fake_server(*files, "--ssl-ca-certs", str(TLS / "cert.pem"), "--ssl-cert-reqs", "2") as (_, url):
+        assert url.startswith("https://")
+        context = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+        with pytest.raises((httpx.HTTPError, ssl.SSLError)):
+            httpx.get(f"{url}/health", verify=context)
+        context.load_cert_chain(TLS / "cert.pem", TLS / "key.pem")
+        assert httpx.get(f"{url}/health", verify=context).status_code == 200
+
+
+def test_unix_socket_and_path_in_front(tmp_path):
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)  # a server that was killed leaves its file
+    with fake_server("--uds", path, "--root-path", "/llm", "--disable-uvicorn-access-log") as (process, where):
+        assert where == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
+            body = {"prompt": "Hi", "max_tokens": 2}
+            assert client.post("http://x/v1/completions", json=body).json()["choices"][0]["text"] == "xx"
+        assert serve.main(["--uds", path, "--model", "no such model"]) == 1, "it is taken"
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=10)
+        assert process.returncode == 0
+        assert "POST" not in output[0] + output[1]
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("cert.pem", "missing.pem"), "missing.pem"),
+        (("key.pem", None), "key.pem"),
+        (("cert.pem", "other_key.pem"), "other_key.pem"),
+        (("cert.pem", "locked_key.pem"), "the key has a password"),
+    ],
+)
+def test_bad_tls_files_are_one_line_before_the_model_is_loaded(options, reason, capsys):
+    certificate, key = options
+    flags = ["--ssl-certfile", str(TLS / certificate)] + (["--ssl-keyfile", str(TLS / key)] if key else [])
+    assert serve.main([*flags, "--port", "0", "--model", "no such model"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("jaxpage: error: TLS: ") and error.count("\n") == 1
+    assert reason in error
+
+
+def test_file_in_the_way_of_a_unix_socket_is_kept(tmp_path, capsys):
+    file = tmp_path / "precious"
+    file.write_text("x")
+    assert serve.main(["--uds", str(file)]) == 1
+    assert file.read_text() == "x"
+    assert capsys.readouterr().err == f"jaxpage: error: cannot listen on {file}: the file exists and is no socket\n"
+
+
+def test_key_from_the_environment():
+    with fake_server(environment={"JAXPAGE_API_KEY": "secret"}) as (_, url):
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_every_option_has_a_flag_with_its_default():
+    parsed = serve.build_parser().parse_args([])
+    options = ServerOptions.from_cli_args(argparse.Namespace(**(vars(parsed) | {"api_key": ()})))
+    assert options == ServerOptions()
 
 
 def test_help_needs_no_model_and_no_jax():
@@ -77,6 +144,17 @@ def test_help_needs_no_model_and_no_jax():
         (["--api-key", ""], "--api-key"),
         (["--uvicorn-log-level", "loud"], "--uvicorn-log-level"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--allowed-origins", "*"], "--allowed-origins"),
+        (["--allowed-origins", "[1]"], "--allowed-origins"),
+        (["--ssl-keyfile", "x"], "--ssl-keyfile"),
+        (["--ssl-cert-reqs", "2"], "--ssl-cert-reqs"),
+        (["--root-path", "llm"], "--root-path"),
+        (["--max-n", "129"], "--max-n"),
+        (["--max-num-queued-reqs", "0"], "--max-num-queued-reqs"),
+        (["--sse-keep-alive-interval", "0"], "--sse-keep-alive-interval"),
+        (["--pooling", "max"], "--pooling"),
+        (["--override-generation-config", "[]"], "--override-generation-config"),
+        (["--generation-config", "some/path"], "--generation-config"),
     ],
 )
 def test_usage_errors_exit_with_2(options, word, capsys):
@@ -93,6 +171,11 @@ def test_usage_errors_exit_with_2(options, word, capsys):
         (["--block-size", "0"], "--block-size: must be in [1, 256], got 0"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: only 1 is supported in this version, got 2"),
         (["--trust-remote-code"], "--trust-remote-code: true is not supported: code in checkpoints is never run"),
+        (
+            ["--override-generation-config", '{"temperature": 3}'],
+            "--override-generation-config: temperature: must be in [0, 2], got 3",
+        ),
+        (["--served-model-name", "a", ""], "--served-model-name: must be one or more names, got ''"),
         (["one", "--model", "two"], "two models are given: one and --model two"),
     ],
 )

@@ -51,7 +51,7 @@ async def test_tokenize_refusals(api):
         ({"prompt": ["a"]}, "prompt"),
         ({"prompt": "a", "messages": [message]}, "prompt"),
         ({"messages": []}, "messages"),
-        ({"messages": [message], "tools": [{}]}, "tools"),
+        ({"messages": [message], "tools": [{}]}, "tools.0.function"),
         ({"messages": [message], "chat_template": "x"}, "chat_template"),
         ({"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
         ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
