@@ -107,7 +107,8 @@ def test_cancelled_readers_can_read_again() -> None:
 
 def test_batches_keep_their_distance_but_first_and_last_outputs_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 1 ms for one busy stream; another begins and ends in between."""
-    monkeypatch.setattr(delivery, "LOOP_SHARE", 1e-9)  # the first batch forbids a second for minutes
+    monkeypatch.setattr(delivery, "LOOP_SHARE", 1e-9)
+    monkeypatch.setattr(delivery, "MAX_DISTANCE_S", 60)  # the first batch forbids a second for a minute
 
     async def read() -> None:
         busy, other = (Stream(asyncio.get_running_loop(), True) for _ in range(2))

@@ -132,7 +132,6 @@ def test_sam_2a_neutral_values_are_the_same_as_none(llm: LLM, random_ids: Callab
         {"allowed_token_ids": list(range(294))},
         {"bad_words": []},
         {"bad_words": None},
-        {"ignore_eos": False},
     ]
     common = {"seed": 3, "temperature": 0.9, "max_tokens": 30, "ignore_eos": False}
     asks = [ask(random_ids(9), **common, **change) for change in ({}, *neutral)]
@@ -160,10 +159,16 @@ def test_sam_3b_rows_leave_the_batch_and_the_others_keep_their_settings(
         assert together == [ids_of(run(llm, [each])[0]) for each in order]
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("counts", [(13,), (18,), (13, 18, 25)])
 def test_nothing_of_the_history_is_lost_by_a_preemption_pre_2(
-    counts: tuple[int, ...], llm: LLM, random_ids: Callable[..., list[int]]
+    mode: str,
+    counts: tuple[int, ...],
+    llm_for: Callable[..., LLM],
+    directory: Path,
+    random_ids: Callable[..., list[int]],
 ) -> None:
+    llm = llm_for(directory, preemption_mode=mode, swap_space=0.001)
     prompt = random_ids(9)
     common: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_tokens": 24, "min_tokens": 10, "logprobs": 3}
     common |= {"presence_penalty": 1.2, "frequency_penalty": 0.4, "output_kind": RequestOutputKind.DELTA}
@@ -175,9 +180,10 @@ def test_nothing_of_the_history_is_lost_by_a_preemption_pre_2(
         undisturbed = run(llm, [each])[0].outputs[0]
         hook = preempt_at(*counts)
         stats = llm.engine.core.scheduler.stats
-        preemptions = stats.num_preemptions
+        preemptions = stats.num_preemptions, stats.num_swap_preemptions
         again = run(llm, [each], hook)[0]
-        assert stats.num_preemptions == preemptions + len(counts) - len(hook.left) > preemptions
+        assert stats.num_preemptions == preemptions[0] + len(counts) - len(hook.left) > preemptions[0]
+        assert (stats.num_swap_preemptions > preemptions[1]) is (mode == "swap")
         assert again.prompt_token_ids == prompt
         sample = again.outputs[0]
         assert sample.token_ids == undisturbed.token_ids

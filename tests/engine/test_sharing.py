@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy_reference
 import pytest
-from driving import ask, ids_of, run
+from driving import ask, assert_same_scores, ids_of, run
 
 from jaxpage.errors import ParameterError
 
@@ -40,9 +40,25 @@ def test_a_repeated_prompt_computes_one_token_pfx_1(
 ) -> None:
     prompt = random_ids(length)
     expected = numpy_reference.greedy(model.config, model.tensors, prompt, 12)
-    outputs = [run(llm, [ask(prompt, max_tokens=12)])[0] for _ in range(3)]
+    outputs = [run(llm, [ask(prompt, max_tokens=12, logprobs=20)])[0] for _ in range(3)]
     assert [ids_of(output) for output in outputs] == [[expected]] * 3
+    for output in outputs[1:]:
+        assert_same_scores(output.outputs[0].logprobs, outputs[0].outputs[0].logprobs)
     assert [output.num_cached_tokens for output in outputs] == [0, cached, cached]
+
+
+def test_equal_prompts_at_the_same_time_pfx_1b(
+    llm: LLM, model: RandomModel, random_ids: Callable[..., list[int]]
+) -> None:
+    prompt, pool = random_ids(13), llm.engine.core.scheduler.kv.pool
+    expected = numpy_reference.greedy(model.config, model.tensors, prompt, 5)
+    for arrivals in ([0] * 8, [0] * 4 + [1] * 4):
+        llm.reset_prefix_cache()
+        outputs = run(llm, [ask(prompt, max_tokens=5, arrives_at=step) for step in arrivals])
+        assert [ids_of(output) for output in outputs] == [[expected]] * 8
+        assert pool.num_free == pool.num_usable
+    [output] = run(llm, [ask(prompt, max_tokens=5, n=8)])
+    assert ids_of(output) == [expected] * 8
 
 
 def test_generated_blocks_are_reused_by_the_next_turn_pfx_1a(

@@ -35,7 +35,7 @@ def test_equal_content_has_equal_names() -> None:
         ([2**31], [-(2**31)]),
     ],
 )
-def test_token_lists_that_look_alike_when_joined(first: list[int], second: list[int]) -> None:
+def test_pfx_3a_token_lists_that_look_alike_when_joined(first: list[int], second: list[int]) -> None:
     assert block_hash(root_hash(), first) != block_hash(root_hash(), second)
 
 
@@ -70,12 +70,12 @@ def test_a_root_is_no_block() -> None:
     assert block_hash(root_hash(), []) != root_hash()
 
 
-def test_a_name_covers_everything_before_the_block() -> None:
+def test_pfx_3_a_name_covers_everything_before_the_block() -> None:
     assert names([1, 2, 7, 8], 2)[1] != names([3, 4, 7, 8], 2)[1]
     assert names([7, 8, 7, 8], 2)[0] != names([7, 8, 7, 8], 2)[1]
 
 
-def test_names_of_many_blocks_differ() -> None:
+def test_pfx_3_names_of_many_blocks_differ() -> None:
     """128 bits of a keyed hash: no need to compare the tokens on a hit."""
     root = root_hash()
     hashes = {block_hash(root, [first, second]) for first in range(100) for second in range(100)}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy_reference
 import pytest
 from forward_pass import ForwardPass
-
-if TYPE_CHECKING:
-    from numpy_reference import RandomModel
+from numpy_reference import RandomModel, Tensors
+from safetensors.numpy import save_file
 
 LENGTH = 24
 LLAMA3_ROPE = {
@@ -56,8 +57,22 @@ def check(model: RandomModel, ids: list[int], steps: list[int], **sizes: int) ->
     return logits
 
 
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[Mapping[str, Any], Tensors], RandomModel]:
+    """Writes a model that has just these keys and tensors."""
+
+    def write(config: Mapping[str, Any], tensors: Tensors) -> RandomModel:
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(tensors, directory / "model.safetensors")
+        return RandomModel(directory, dict(config), tensors)
+
+    return write
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_the_reference(
+def test_cfg_2_cfg_3_cfg_3a_cfg_4_cfg_4a_logits_equal_the_reference(
     case: str, random_model: Callable[..., RandomModel], random_ids: Callable[..., list[int]]
 ) -> None:
     ids = random_ids(LENGTH)
@@ -68,21 +83,70 @@ def test_logits_equal_the_reference(
     assert np.abs(logits - numpy_reference.logits(plain.config, plain.tensors, ids)).max() > 1e-2
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-def test_odd_head_sizes_in_decode_cfg_4(
-    block_size: int, random_model: Callable[..., RandomModel], random_ids: Callable[..., list[int]]
+def test_cfg_2_without_a_flag_the_output_weights_are_the_stored_ones(
+    random_model: Callable[..., RandomModel],
+    written: Callable[..., RandomModel],
+    random_ids: Callable[..., list[int]],
 ) -> None:
-    model = random_model(**heads(4, 2, 20))
+    model = random_model()
+    config = {name: value for name, value in model.config.items() if name != "tie_word_embeddings"}
+    check(written(config, model.tensors), random_ids(LENGTH), [LENGTH])
+
+
+def test_cfg_3_zero_biases_change_nothing(
+    random_model: Callable[..., RandomModel],
+    written: Callable[..., RandomModel],
+    random_ids: Callable[..., list[int]],
+) -> None:
+    biased = random_model(attention_bias=True, mlp_bias=True)
+    zeros = {name: tensor * (not name.endswith(".bias")) for name, tensor in biased.tensors.items()}
+    logits = check(written(biased.config, zeros), random_ids(LENGTH), [LENGTH])
+    plain = random_model()
+    expected = numpy_reference.logits(plain.config, plain.tensors, random_ids(LENGTH))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("case", ["cfg-4 head_dim 20", "cfg-4 48 / 4 is not 16", "cfg-4 shape of smollm2"])
+def test_cfg_4_odd_head_sizes_in_decode(
+    case: str, block_size: int, random_model: Callable[..., RandomModel], random_ids: Callable[..., list[int]]
+) -> None:
+    model = random_model(**CASES[case])
     check(model, random_ids(LENGTH), [16] + [1] * (LENGTH - 16), block_size=block_size)
 
 
-@pytest.mark.parametrize("scaling", [LLAMA3_ROPE, {"rope_type": "linear", "factor": 2}], ids=["llama3", "linear"])
-def test_scaled_rope_at_long_positions_cfg_1(
-    scaling: dict[str, Any], random_model: Callable[..., RandomModel], random_ids: Callable[..., list[int]]
+@pytest.mark.parametrize(
+    "scaling", [LLAMA3_ROPE, {"rope_type": "linear", "factor": 2}, None], ids=["llama3", "linear", "none"]
+)
+def test_cfg_1_scaled_rope_at_long_positions(
+    scaling: dict[str, Any] | None, random_model: Callable[..., RandomModel], random_ids: Callable[..., list[int]]
 ) -> None:
     model = random_model(rope_scaling=scaling)
     ids = random_ids(191)
     logits = check(model, ids, [191], num_blocks=49)
     plain = random_model()
     difference = np.abs(logits - numpy_reference.logits(plain.config, plain.tensors, ids)).max(axis=1)
-    assert difference[0] < 1e-4 < difference[64]
+    assert difference[0] < 1e-4
+    assert (difference[64] > 1e-4) == (scaling is not None)
+
+
+def test_cfg_1a_the_rope_base_is_read_wherever_it_is_written(
+    random_model: Callable[..., RandomModel],
+    written: Callable[..., RandomModel],
+    random_ids: Callable[..., list[int]],
+) -> None:
+    model = random_model()
+    config = {name: value for name, value in model.config.items() if name != "rope_theta"}
+    top, inside = {"rope_theta": 100000}, {"rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}}
+    ids = random_ids(51)
+    first, *others = (
+        ForwardPass(written(config | place, model.tensors).directory).logits(ids, [51])[50]
+        for place in (top, inside, top | inside, {})
+    )
+    expected = numpy_reference.logits(config | top, model.tensors, ids)[50]
+    np.testing.assert_allclose(first, expected, rtol=0, atol=1e-4)
+    assert (others[0] == first).all()
+    assert (others[1] == first).all()
+    assert np.abs(others[2] - first).max() > 1e-2
+    expected = numpy_reference.logits(config | {"rope_theta": 10000}, model.tensors, ids)[50]
+    np.testing.assert_allclose(others[2], expected, rtol=0, atol=1e-4)

@@ -66,7 +66,7 @@ def test_engine_reproduces_tokens_and_logprobs(
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_prefill_chunks_and_decode_give_the_same_logits_cfg_1b(
+def test_cfg_1b_prefill_chunks_and_decode_give_the_same_logits(
     family: str, tiny_model_dir: Callable[[str], Path]
 ) -> None:
     golden = np.load(TINY / family / "golden.npz")

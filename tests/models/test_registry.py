@@ -40,7 +40,7 @@ def frequencies(**changes: Any) -> np.ndarray:
     return config(**changes).layers[0].rope.inverse_frequencies(16)
 
 
-def test_llama3_rope_frequencies_cfg_1() -> None:
+def test_cfg_1_llama3_rope_frequencies() -> None:
     expected = [1, 0.244385, 0.0130423, 0.00395285, 0.00125, 0.000395285, 0.000125, 0.0000395285]
     np.testing.assert_allclose(frequencies(rope_scaling=LLAMA3_ROPE), expected, rtol=1e-5)
 
@@ -54,7 +54,7 @@ def test_rope_frequencies_equal_an_independent_formula(scaling: dict[str, Any] |
     np.testing.assert_allclose(frequencies(rope_scaling=scaling, rope_theta=50000.0), expected, rtol=1e-6)
 
 
-def test_the_rope_base_is_found_wherever_it_is_written_cfg_1a() -> None:
+def test_cfg_1a_the_rope_base_is_found_wherever_it_is_written() -> None:
     inside = {"rope_theta": 100000.0, "rope_type": "default"}
     top = frequencies(rope_theta=100000)
     assert (frequencies(rope_parameters=inside) == top).all()
@@ -63,13 +63,13 @@ def test_the_rope_base_is_found_wherever_it_is_written_cfg_1a() -> None:
     assert (frequencies() != top)[1:].all()
 
 
-def test_contradicting_rope_bases_are_refused_cfg_1a() -> None:
+def test_cfg_1a_contradicting_rope_bases_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"rope_theta.*20000.*10000"):
         config(rope_theta=20000.0, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})
 
 
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
-def test_an_unknown_rope_type_is_refused_by_name_cfg_1(place: str) -> None:
+def test_cfg_1_an_unknown_rope_type_is_refused_by_name(place: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"rope type 'yarn' .*supported: default, linear, llama3"):
         config(**{place: {"rope_type": "yarn", "factor": 4.0}})
 
@@ -79,7 +79,7 @@ def test_a_rope_type_without_its_numbers_is_refused_by_name() -> None:
         config(rope_scaling={"rope_type": "llama3", "factor": 8.0})
 
 
-def test_an_unknown_architecture_is_refused_with_the_supported_ones_cfg_3a() -> None:
+def test_cfg_3a_an_unknown_architecture_is_refused_with_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'MambaForCausalLM' \(model_type 'mamba'\)") as caught:
         config(architectures=["MambaForCausalLM"], model_type="mamba")
     for name in ARCHITECTURES:
@@ -88,7 +88,7 @@ def test_an_unknown_architecture_is_refused_with_the_supported_ones_cfg_3a() -> 
         config(architectures=None)
 
 
-def test_an_unknown_activation_is_refused_with_the_supported_ones_cfg_3a() -> None:
+def test_cfg_3a_an_unknown_activation_is_refused_with_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModelError, match=r"activation 'xielu' is not supported; supported: silu, .*relu"):
         config(hidden_act="xielu")
 
@@ -109,7 +109,7 @@ def test_impossible_sizes_are_refused_by_name(changes: dict[str, Any], message: 
         config(**changes)
 
 
-def test_sizes_are_read_and_not_assumed_cfg_3a() -> None:
+def test_cfg_3a_sizes_are_read_and_not_assumed() -> None:
     assert config(rms_norm_eps=1e-2).norm_eps == 1e-2
     assert config(max_position_embeddings=16).max_position == 16
     assert config(head_dim=20).attention_scale == 20**-0.5
@@ -124,7 +124,7 @@ def test_end_ids_come_from_both_files() -> None:
     assert config().end_token_ids == ()
 
 
-def test_output_weights_are_tied_by_flag_or_family_cfg_2() -> None:
+def test_cfg_2_output_weights_are_tied_by_flag_or_family() -> None:
     gemma = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
     for changes, tied in [({}, False), ({"tie_word_embeddings": True}, True), (gemma, True)]:
         model, specs = build_config(LLAMA | changes)

@@ -24,10 +24,12 @@ def test_logical_axes_become_mesh_axes() -> None:
         partition_spec(("colour",))
 
 
-def test_a_dimension_that_does_not_divide_is_named() -> None:
-    mesh = jax.sharding.AbstractMesh((4,), ("model",))
-    with pytest.raises(ValueError, match="kv_heads of 6 does not divide over the 4 devices of model"):
-        sharded(mesh, jax.ShapeDtypeStruct((6, 2), jnp.float32), ("kv_heads", None))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("num_kv_heads", "num_devices"), [(6, 4), (3, 2), (1, 2)])
+def test_cfg_4a_a_dimension_that_does_not_divide_is_named(num_kv_heads: int, num_devices: int) -> None:
+    mesh = jax.sharding.AbstractMesh((num_devices,), ("model",))
+    message = f"kv_heads of {num_kv_heads} does not divide over the {num_devices} devices of model"
+    with pytest.raises(ValueError, match=message):
+        sharded(mesh, jax.ShapeDtypeStruct((num_kv_heads, 2), jnp.float32), ("kv_heads", None))  # type: ignore[arg-type]
 
 
 def test_a_mesh_of_one_device_changes_nothing() -> None:
@@ -37,7 +39,7 @@ def test_a_mesh_of_one_device_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])
-def test_a_split_step_gives_the_tokens_of_one_device_with_two_sums_a_layer(kv_cache_dtype: str) -> None:
+def test_cfg_4a_a_split_step_gives_the_tokens_of_one_device_with_two_sums_a_layer(kv_cache_dtype: str) -> None:
     """On eight virtual devices, which a process of its own has."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     result = subprocess.run(

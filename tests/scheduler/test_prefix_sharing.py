@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
 from engine_loop import Loop
 from fake_model import make_request, make_samples, make_scheduler
 
+from jaxpage.kv import manager
+from jaxpage.kv.block_hash import block_hash
 from jaxpage.request import Request
 
 
@@ -141,6 +144,13 @@ def test_pfx_2_500_requests_with_shared_prefixes_in_a_pool_for_three(seed: int) 
     assert loop.scheduler.kv.counters.num_hit_tokens > 500
 
 
+def test_pfx_2a_a_prefix_outlives_what_follows_it() -> None:
+    loop = Loop(make_scheduler(num_usable=4, caching=True))
+    x, y = [token % 12 for token in range(14)], [7, 6, 5, 4, 3, 2, 1, 0]
+    assert [cached(loop, prompt) for prompt in (x, y, x)] == [0, 0, 8]
+    loop.verify()
+
+
 def test_pfx_2b_held_blocks_are_never_evicted() -> None:
     loop = Loop(make_scheduler(num_usable=8, caching=True))
     prefix = list(range(12))
@@ -190,6 +200,19 @@ def test_pfx_3_salts_separate() -> None:
         found.append(request.num_cached_tokens)
     assert found == [0, 0, 0, 12, 12, 12]
     loop.verify()
+
+
+@pytest.mark.parametrize("bits", [8, 128])
+def test_pfx_3_names_of_128_bits_keep_wrong_hits_away(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With names of 8 bits the same requests do meet, so the strong ones are what is used."""
+    monkeypatch.setattr(manager, "block_hash", lambda *args: block_hash(*args)[: bits // 8])
+    draw = random.Random(0)
+    loop = Loop(make_scheduler(num_usable=64, caching=True, budget=128), books_every=100)
+    for index in range(2000):
+        loop.add(make_request(str(index), [draw.randrange(12) for _ in range(9)], 1))
+    with contextlib.nullcontext() if bits == 128 else pytest.raises(AssertionError):
+        loop.run_all(max_steps=3000)
+        loop.verify()
 
 
 def test_pfx_3c_reset_of_the_cache() -> None:

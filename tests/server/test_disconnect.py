@@ -54,7 +54,7 @@ def test_abt_1_client_goes_away(endless, stream, prompt):
         assert answer.json()["choices"][0]["text"] == "xx"
 
 
-def test_val_4_and_4b_equal_and_odd_request_ids_do_not_meet(endless):
+def test_val_4_val_4b_equal_and_odd_request_ids_do_not_meet(endless):
     with serving(create_app(endless)) as url:
         gone = raw_post(url, json.dumps(ENDLESS | {"request_id": "abc"}).encode())
         wait_for(lambda: bool(endless.running))

@@ -114,7 +114,7 @@ async def test_use_1a_stream_options_need_stream(api, path, base):
 
 
 @both
-async def test_fair_1b_and_pfx_3b_good_values_reach_the_engine(api, engine, path, base):
+async def test_fair_1b_pfx_3b_good_values_reach_the_engine_and_bad_ones_do_not(api, engine, path, base):
     engine.scheduling_policy = "priority"
     for priority in (None, 0, -3, 5.0, 2**63 - 1, -(2**63)):
         assert (await api.post(path, base | {"priority": priority, "cache_salt": "a" * 128})).status_code == 200
@@ -122,6 +122,8 @@ async def test_fair_1b_and_pfx_3b_good_values_reach_the_engine(api, engine, path
     assert {salt for _, _, salt in engine.seen} == {"a" * 128}
     for priority in ("a", 2**70, True, 0.5):
         await api.refused(path, base | {"priority": priority}, "priority")
+    for salt in ("", 5, ["a"], "x" * 129, "a\0b"):
+        await api.refused(path, base | {"cache_salt": salt}, "cache_salt")
 
 
 async def test_fields_of_one_endpoint(api, engine):
@@ -199,7 +201,7 @@ async def test_val_1b_first_and_last_id(api, engine):
         (["97"[:0]], ""),
     ],
 )
-async def test_val_2_and_2b_bad_prompts(api, engine, prompt, index):
+async def test_val_2_val_2b_bad_prompts(api, engine, prompt, index):
     message = await api.refused(COMPLETIONS, {"prompt": prompt}, "prompt")
     assert message.startswith("prompt" + index)
     assert not engine.seen

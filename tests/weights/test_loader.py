@@ -66,13 +66,13 @@ def test_every_parameter_is_where_the_specs_say(base: RandomModel) -> None:
     np.testing.assert_array_equal(params["layers"][1]["qkv"], expected)
 
 
-def test_any_missing_tensor_is_named_cfg_2a(base: RandomModel, changed: Callable[[Change], Path]) -> None:
+def test_cfg_2a_any_missing_tensor_is_named(base: RandomModel, changed: Callable[[Change], Path]) -> None:
     for name in base.tensors:
         with pytest.raises(WeightsError, match=f"tensor {re.escape(name)} is missing"):
             load(changed(lambda tensors, name=name: tensors.pop(name)))
 
 
-def test_any_misshaped_tensor_is_named_with_both_shapes_cfg_2a(
+def test_cfg_2a_any_misshaped_tensor_is_named_with_both_shapes(
     base: RandomModel, changed: Callable[[Change], Path]
 ) -> None:
     for name, tensor in base.tensors.items():
@@ -86,7 +86,7 @@ def test_any_misshaped_tensor_is_named_with_both_shapes_cfg_2a(
         load(changed(lambda tensors: tensors.update({name: tensors[name][:-1]})))
 
 
-def test_a_renamed_layer_is_refused_cfg_2a(changed: Callable[[Change], Path]) -> None:
+def test_cfg_2a_a_renamed_layer_is_refused(changed: Callable[[Change], Path]) -> None:
     def rename(tensors: dict[str, np.ndarray]) -> None:
         for name in list(tensors):
             tensors[name.replace("model.layers.1.", "model.layers.7.")] = tensors.pop(name)
@@ -95,7 +95,7 @@ def test_a_renamed_layer_is_refused_cfg_2a(changed: Callable[[Change], Path]) ->
         load(changed(rename))
 
 
-def test_names_without_the_prefix_are_refused_by_name_cfg_2a(changed: Callable[[Change], Path]) -> None:
+def test_cfg_2a_names_without_the_prefix_are_refused_by_name(changed: Callable[[Change], Path]) -> None:
     def rename(tensors: dict[str, np.ndarray]) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
@@ -109,9 +109,18 @@ def test_an_unknown_tensor_is_named(changed: Callable[[Change], Path]) -> None:
         load(changed(lambda tensors: tensors.update({"visual.weight": np.zeros(3, np.float32)})))
 
 
-def test_biases_the_config_does_not_mention_are_named_cfg_3(random_model: Callable[..., RandomModel]) -> None:
-    with pytest.raises(WeightsError, match=r"model\.layers\.0\.mlp\.down_proj\.bias is not part of this model \(and 5"):
-        load(random_model(mlp_bias=True).directory, mlp_bias=False)
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [
+        ("mlp_bias", r"mlp\.down_proj\.bias is not part of this model \(and 5"),
+        ("attention_bias", r"self_attn\.k_proj\.bias is not part of this model \(and 7"),
+    ],
+)
+def test_cfg_3_biases_the_config_does_not_mention_are_named(
+    flag: str, named: str, random_model: Callable[..., RandomModel]
+) -> None:
+    with pytest.raises(WeightsError, match=r"tensor model\.layers\.0\." + named):
+        load(random_model(**{flag: True}).directory, **{flag: False})
 
 
 def test_stored_rope_frequencies_are_ignored(changed: Callable[[Change], Path]) -> None:
@@ -119,7 +128,7 @@ def test_stored_rope_frequencies_are_ignored(changed: Callable[[Change], Path]) 
     load(changed(lambda tensors: tensors.update({name: np.zeros(8, np.float32)})))
 
 
-def test_tied_and_missing_output_weights_cfg_2(
+def test_cfg_2_tied_and_missing_output_weights(
     random_model: Callable[..., RandomModel], base: RandomModel, changed: Callable[[Change], Path]
 ) -> None:
     assert "lm_head" not in load(random_model(tie_word_embeddings=True).directory)
@@ -129,7 +138,7 @@ def test_tied_and_missing_output_weights_cfg_2(
         load(changed(lambda tensors: tensors.pop("lm_head.weight")))
 
 
-def test_numbers_are_converted_once_and_exactly_wgt_1a(base: RandomModel, changed: Callable[[Change], Path]) -> None:
+def test_wgt_1a_numbers_are_converted_once_and_exactly(base: RandomModel, changed: Callable[[Change], Path]) -> None:
     kinds = {
         "lm_head.weight": np.float16,
         "model.embed_tokens.weight": ml_dtypes.bfloat16,
@@ -153,7 +162,7 @@ def test_numbers_are_converted_once_and_exactly_wgt_1a(base: RandomModel, change
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int32, ml_dtypes.float8_e4m3fn])
-def test_numbers_without_a_scheme_are_refused_by_name_wgt_1a(
+def test_wgt_1a_numbers_without_a_scheme_are_refused_by_name(
     kind: type, changed: Callable[[Change], Path], base: RandomModel
 ) -> None:
     name = "model.layers.0.mlp.down_proj.weight"

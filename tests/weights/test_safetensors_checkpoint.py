@@ -127,6 +127,13 @@ def test_wgt_1_index_entry_without_its_tensor_is_named(sharded: Path) -> None:
         open_checkpoint(sharded)
 
 
+def test_wgt_1_a_single_file_without_index_is_the_only_one_read(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    checkpoint = open_checkpoint(sharded)
+    assert checkpoint.names() == ["a", "stray"]
+    np.testing.assert_array_equal(checkpoint.read("a"), ramp(4, start=200))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
