@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256, help="concurrent requests (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="tokens of each (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of each way, in turn (default: %(default)s)")
     parser.add_argument("--vanish", type=int, default=1000, help="clients that vanish (default: %(default)s)")
     parser.add_argument("--json", help="file for the result")

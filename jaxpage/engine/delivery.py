@@ -15,6 +15,8 @@ from jaxpage.request import CompletionOutput, EmbeddingOutput, RequestOutput
 
 LOOP_SHARE = 0.1
 """Share of a processor that event loops may take for outputs before these wait for each other."""
+MAX_DISTANCE_S = 0.1
+"""No output waits longer, however busy its event loop is."""
 Output = RequestOutput | EmbeddingOutput
 Item = Output | BaseException
 """An exception is the last that comes."""
@@ -144,7 +146,7 @@ class _Bag:
             self._loop.call_soon(self._loop.call_soon, self._pace, began_s)
 
     def _pace(self, began_s: float) -> None:
-        self._due_s = time.monotonic() + (time.thread_time() - began_s) / LOOP_SHARE
+        self._due_s = time.monotonic() + min((time.thread_time() - began_s) / LOOP_SHARE, MAX_DISTANCE_S)
 
 
 def joined(outputs: list[RequestOutput]) -> RequestOutput:

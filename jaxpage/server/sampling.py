@@ -67,6 +67,8 @@ def generation_params(
     Raises:
         ParameterError: for a wrong field, or one that would have no effect.
     """
+    if body.get("beam_width") is not None:
+        raise ParameterError("beam_width", f"is called n here, got {shown(body['beam_width'])}")
     if field(body, "use_beam_search", check_bool, False):
         if prompt_logprobs is not None:
             # Echoed logprobs score the prompt, too: then it is echo that asks for too much.
@@ -95,8 +97,6 @@ def generation_params(
 def _beam_search_params(body: Body, limits: Limits, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
     if field(body, "stream", check_bool, False):
         raise ParameterError("stream", "cannot be combined with use_beam_search")
-    if body.get("beam_width") is not None:
-        raise ParameterError("beam_width", f"is called n here, got {shown(body['beam_width'])}")
     if (structured := structured_field(body)) is not None:
         raise ParameterError(structured.name.split(".")[0], "cannot be combined with use_beam_search")
     _refuse_sampling_values(body, limits)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
 from urllib.parse import urlsplit
 
 import pytest
-from api_client import serving
+from api_client import serving, wait_for
 
 from jaxpage.server import connections
 from jaxpage.server.app import create_app
@@ -96,12 +97,14 @@ def test_headers_of_a_fitting_size_pass_and_so_do_large_bodies(engine):
 
 
 def test_endless_trailers_are_refused(engine):
+    """They come after the body, so that an answer may be due: the connection is only closed."""
+    app = create_app(engine)
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with serving(create_app(engine)) as url, connect(url) as client:
-        client.sendall(head + b"2\r\n{}\r\n0\r\n")
-        with pytest.raises(OSError):
-            for _ in range(2000):
-                client.sendall(b"X-T: " + b"y" * 995 + b"\r\n")
+    with serving(app) as url, connect(url) as client:
+        with contextlib.suppress(OSError):
+            client.sendall(head + b"2\r\n{}\r\n0\r\n" + (b"X-T: " + b"y" * 995 + b"\r\n") * 200)
+            assert read_all(client) == b""
+        wait_for(lambda: app.state.server.num_in_flight == 0)
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,17 @@ def real_engine(llm_for: Callable[..., LLM], random_model: Callable[..., Any]) -
 async def test_blocks_fill_are_shared_cached_and_freed(real_engine: AsyncLLMEngine) -> None:
     params = SamplingParams(n=2, seed=1, max_tokens=20, ignore_eos=True)
     prompt = TokensPrompt(prompt_token_ids=list(range(10, 20)))  # 2.5 blocks of 4
-    seen = [picture(await real_engine.snapshot())]
-    async for output in real_engine.generate(prompt, params, "0123456789abcdef"):
-        if not output.finished:
-            seen.append(picture(await real_engine.snapshot()))
-    before, *during = seen
+    before = picture(await real_engine.snapshot())
+
+    async def read_all() -> None:
+        async for _ in real_engine.generate(prompt, params, "0123456789abcdef"):
+            pass
+
+    seen = []
+    reading = asyncio.ensure_future(read_all())
+    while not reading.done():
+        seen.append(picture(await real_engine.snapshot()))
+    during = [each for each in seen if each["num_running"]]
     assert before["blocks"] == {"usable": 128, "free": 128, "cached": 0, "used": 0, "shared": 0}
     assert max(each["blocks"]["shared"] for each in during) >= 2, "two samples share the full blocks of their prompt"
     both = next(each for each in during if each["num_running"] == 2)

@@ -33,8 +33,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLMEngine]
     directory = tmp_path_factory.mktemp("tiny")
     tokenizer = str(TOKENIZERS / "bytes_tokenizer")
     write_tiny_model(directory, tokenizer)
-    sizes = {"max_model_len": 1024, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 16, "block_size": 16}
-    names = {"model": str(directory), "tokenizer": tokenizer, "load_format": "dummy", "served_model_name": "tiny"}
+    sizes: dict[str, Any] = {
+        "max_model_len": 1024,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": 16,
+        "block_size": 16,
+    }
+    names: dict[str, Any] = {
+        "model": str(directory),
+        "tokenizer": tokenizer,
+        "load_format": "dummy",
+        "served_model_name": "tiny",
+    }
     engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**names, **sizes, num_gpu_blocks_override=300))
     yield engine
     engine.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -183,9 +184,11 @@ async def test_faults_say_nothing_of_the_inside(engine, caplog):
 async def test_fe_1c_a_slow_compile_holds_up_its_own_request_only(engine, monkeypatch):
     api = Api(engine)
     check = engine.check
+    compiled = []
 
     def compile_slowly(token_ids, params, priority=0):
-        if params.structured_outputs is not None:
+        if params.structured_outputs is not None and not compiled:
+            compiled.append(threading.current_thread().name)
             time.sleep(0.5)
         check(token_ids, params, priority)
 
@@ -201,4 +204,5 @@ async def test_fe_1c_a_slow_compile_holds_up_its_own_request_only(engine, monkey
         assert time.monotonic() - began < 0.4
         answers += 1
     assert answers > 1
+    assert compiled[0].startswith("front-end")
     assert (await slow).status_code == 200
