@@ -17,7 +17,8 @@ from jaxpage.benchmarks.serving.options import METRICS
 from jaxpage.benchmarks.serving.summary import summary
 from jaxpage.benchmarks.serving.tokens import LocalTokens
 from jaxpage.config import EngineArgs
-from jaxpage.engine.front import Engine, Prompt
+from jaxpage.engine.front import Engine
+from jaxpage.engine.intake import Prompt
 from jaxpage.request import RequestOutput, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
 
 PERCENTILES = (50.0, 90.0, 99.0)

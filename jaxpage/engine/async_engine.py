@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxpage.config import EngineArgs
 from jaxpage.engine.delivery import Outbox, Stream
-from jaxpage.engine.front import Engine, Output, Params, Prompt, salt_of
+from jaxpage.engine.front import Engine, Output
+from jaxpage.engine.intake import Params, Prompt, salt_of
 from jaxpage.engine.profiling import Profiler
 from jaxpage.errors import EngineDeadError, ParameterError, shown
 from jaxpage.metrics import EngineMetrics, StatusLine

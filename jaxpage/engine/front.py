@@ -16,55 +16,33 @@ import numpy as np
 
 from jaxpage.config import RECOMMENDED_VALUES, EngineArgs
 from jaxpage.engine.build import build
-from jaxpage.engine.core import SearchOutput, TokenOutput, TokenScores
-from jaxpage.engine.meter import Meter, PromptLife, SampleLife
+from jaxpage.engine.core import SearchOutput, TokenOutput
+from jaxpage.engine.intake import Intake, Params, Prompt
+from jaxpage.engine.meter import Meter, PromptLife
+from jaxpage.engine.rendering import Renderer, Sample, completion
 from jaxpage.errors import ParameterError, shown
-from jaxpage.grammar import ConstraintBuilder
 from jaxpage.request import (
     BeamSearchParams,
     CompletionOutput,
     EmbeddingOutput,
     FinishReason,
-    Logprob,
     LogprobDict,
     PoolingParams,
     Request,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
-    TextPrompt,
-    TokensPrompt,
-    check_cache_salt,
-    check_int,
-    check_token_ids,
 )
-from jaxpage.scheduler.beam import Beam, BeamSearch
+from jaxpage.scheduler.beam import BeamSearch
 from jaxpage.scheduler.group import RequestGroup
-from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
+from jaxpage.tokenizer import Tokenizer
 
 logger = logging.getLogger("jaxpage")
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt
 _NO_SAMPLING = SamplingParams(temperature=0, max_tokens=0)
 _BEAM_SAMPLING = SamplingParams(temperature=0)
 """What the step does for a beam's row beside listing its most likely tokens."""
-Params = SamplingParams | BeamSearchParams | PoolingParams
 Output = RequestOutput | EmbeddingOutput
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Sample:
-    """One sample of a prompt while it is generated."""
-
-    index: int
-    request: Request
-    detokenizer: IncrementalDetokenizer | None
-    logprobs: list[LogprobDict]
-    cumulative_logprob: float = 0.0
-    life: SampleLife = dataclasses.field(default_factory=SampleLife)
-    num_sent_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -121,7 +99,8 @@ class Engine:
         self._samples: dict[Request, tuple[PromptState, Sample]] = {}
         self._searches: dict[str, SearchState] = {}
         self._poolings: dict[str, PoolingState] = {}
-        self._constraints = ConstraintBuilder(self.tokenizer, self.model.vocab_size, tuple(self.model.end_token_ids))
+        self._intake = Intake(self.tokenizer, self.model, self.config, args.max_logprobs, self.core.scheduler)
+        self._renderer = Renderer(self.tokenizer)
         self._seeds = random.Random(args.seed)
         self._meter = Meter(self.core, self.config)
         self.metrics = self._meter.metrics
@@ -141,71 +120,14 @@ class Engine:
         return SamplingParams(**{name: recommended[name] for name in RECOMMENDED_VALUES if name in recommended})
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The text, if there is one, and the ids of a prompt."""
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, dict) and ("prompt" in prompt or "prompt_token_ids" in prompt):
-            for name in prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
-                raise ParameterError("prompt", f"the key {shown(name)} is not supported")
-        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
-            ids = check_token_ids("prompt_token_ids", prompt["prompt_token_ids"], self.model.vocab_size)
-            text = prompt.get("prompt")
-            return text if isinstance(text, str) else None, ids
-        if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
-            return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
-        if isinstance(prompt, list):
-            return None, check_token_ids("prompt", prompt, self.model.vocab_size)
-        raise ParameterError("prompt", f"must be text, token ids or a dict of either, got {shown(prompt)}")
+        """See ``Intake.tokenize``."""
+        return self._intake.tokenize(prompt)
 
     def check(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: Params,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, prompt_token_ids: Sequence[int], params: Params, priority: int = 0, cache_salt: str | None = None
     ) -> None:
-        """Raises ParameterError, with the numbers, if the engine cannot serve this. Changes nothing.
-
-        Callable from any thread. Compiles the grammar of a structured output, which may take a while the first time.
-        """
-        if cache_salt is not None:
-            check_cache_salt("cache_salt", cache_salt)
-        if not isinstance(params, Params):
-            raise ParameterError("sampling_params", f"must be SamplingParams or BeamSearchParams, got {shown(params)}")
-        if check_int("priority", priority, -(2**63), 2**63 - 1) and self.config.scheduling_policy != "priority":
-            raise ParameterError("priority", f'needs scheduling_policy "priority", got {priority}')
-        config, length = self.config, len(prompt_token_ids)
-        if length == 0:
-            raise ParameterError("prompt", "has no tokens")
-        check_token_ids("prompt_token_ids", prompt_token_ids, self.model.vocab_size)
-        generates = not isinstance(params, PoolingParams) and params.max_tokens != 0
-        if length + generates > config.max_model_len:
-            raise ParameterError(
-                "prompt",
-                f"has {length} tokens; max_model_len is {config.max_model_len} and one token must be left to generate",
-            )
-        scheduler = self.core.scheduler
-        if not scheduler.fits(length):
-            pool = scheduler.kv
-            raise ParameterError(
-                "prompt",
-                f"has {length} tokens and needs {pool.blocks_for(length)} KV blocks of {pool.block_size}; "
-                f"the whole KV cache has {pool.pool.num_usable}",
-            )
-        if isinstance(params, PoolingParams):
-            if params.dimensions is not None and params.dimensions > self.model.hidden_size:
-                raise ParameterError("dimensions", f"{params.dimensions} is above the model's {self.model.hidden_size}")
-            return
-        params.validate_for(self.model.vocab_size, config.max_model_len, self.args.max_logprobs)
-        if isinstance(params, BeamSearchParams):
-            self._check_width(params)
-            return
-        masked = {*self.model.end_token_ids, *(params.stop_token_ids or ())}
-        if params.min_tokens and params.allowed_token_ids is not None and masked.issuperset(params.allowed_token_ids):
-            raise ParameterError(
-                "allowed_token_ids", "holds nothing but end and stop ids, which min_tokens forbids at the beginning"
-            )
-        self._constraints.check(params)
+        """See ``Intake.check``."""
+        self._intake.check(prompt_token_ids, params, priority, cache_salt)
 
     def add(
         self,
@@ -238,7 +160,7 @@ class Engine:
         room = self.config.max_model_len - len(prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if isinstance(params, BeamSearchParams):
-            search = BeamSearch(params, max_tokens, self._end_ids(params), self.model.vocab_size)
+            search = BeamSearch(params, max_tokens, self._intake.end_ids(params), self.model.vocab_size)
             request = Request(request_id, prompt_token_ids, _BEAM_SAMPLING, max_tokens, cache_salt=cache_salt)
             group = self.core.add(request, priority=priority, search=search)
             life = self._meter.arrived(group, params.beam_width, max_tokens, arrival_s)
@@ -247,7 +169,7 @@ class Engine:
             )
             return
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        constraint = self._constraints.build(params)
+        constraint = self._intake.constraints.build(params)
         samples: list[Sample] = []
         for index in range(params.n):
             request = Request(
@@ -257,11 +179,11 @@ class Engine:
                 max_tokens=max_tokens,
                 seed=seed,
                 sample_index=index,
-                end_token_ids=self._end_ids(params),
+                end_token_ids=self._intake.end_ids(params),
                 cache_salt=cache_salt,
                 constraint=None if constraint is None else constraint.fork(),
             )
-            samples.append(Sample(index, request, self._detokenizer(prompt_token_ids, params), []))
+            samples.append(Sample(index, request, self._renderer.detokenizer(prompt_token_ids, params), []))
         group = self.core.add(*(sample.request for sample in samples), priority=priority)
         state = PromptState(
             request_id,
@@ -325,50 +247,12 @@ class Engine:
                 outputs.append(self._output(state, list(samples)))
         return outputs
 
-    def _check_width(self, params: BeamSearchParams) -> None:
-        if params.beam_width > self.config.max_num_seqs:
-            raise ParameterError(
-                "beam_width",
-                f"{params.beam_width} is above max_num_seqs {self.config.max_num_seqs}, the rows of a step",
-            )
-        needed = params.beam_width + len(self._end_ids(params))
-        if min(needed, self.model.vocab_size) > self.config.num_logprobs:
-            raise ParameterError(
-                "beam_width",
-                f"{params.beam_width} with {needed - params.beam_width} end ids needs max_logprobs {needed} or more, "
-                f"it is {self.config.num_logprobs}",
-            )
-
-    def _end_ids(self, params: SamplingParams | BeamSearchParams) -> frozenset[int]:
-        own = () if params.ignore_eos else self.model.end_token_ids
-        return frozenset((*own, *(params.stop_token_ids or ())))
-
-    def _detokenizer(
-        self, prompt_token_ids: list[int], params: SamplingParams | BeamSearchParams
-    ) -> IncrementalDetokenizer | None:
-        if not params.detokenize:
-            return None
-        options = {}
-        if isinstance(params, SamplingParams):
-            options = {
-                "stop": list(params.stop or ()),
-                "min_tokens": params.min_tokens,
-                "spaces_between_special_tokens": params.spaces_between_special_tokens,
-            }
-        return IncrementalDetokenizer(
-            self.tokenizer,
-            prompt_token_ids,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            **options,
-        )
-
     def _accept(self, state: PromptState, sample: Sample, output: TokenOutput) -> None:
         request = output.request
         if output.prompt_scores and state.prompt_logprobs is not None:
-            state.prompt_logprobs += [self._logprobs(scores) for scores in output.prompt_scores]
+            state.prompt_logprobs += [self._renderer.logprobs(scores) for scores in output.prompt_scores]
         for scores in output.scores:
-            sample.logprobs.append(self._logprobs(scores))
+            sample.logprobs.append(self._renderer.logprobs(scores))
             sample.cumulative_logprob += scores[1]
         if output.token_ids and sample.detokenizer is not None:
             ended_by_id = request.finish_reason is FinishReason.STOP
@@ -406,7 +290,7 @@ class Engine:
             request_id=state.request_id,
             prompt=state.prompt,
             prompt_token_ids=state.prompt_token_ids,
-            outputs=[_completion(sample, is_delta) for sample in (changed if is_delta else state.samples)],
+            outputs=[completion(sample, is_delta) for sample in (changed if is_delta else state.samples)],
             finished=is_over,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max(0, state.samples[0].request.num_cached_tokens),
@@ -445,7 +329,10 @@ class Engine:
         """The output of a search that is over; ``reason`` None: why its best beam ended."""
         del self._searches[state.request_id]
         try:
-            outputs = [self._beam_output(state, index, beam) for index, beam in enumerate(state.search.ended)]
+            outputs = [
+                self._renderer.beam(state.prompt_token_ids, state.params, index, beam)
+                for index, beam in enumerate(state.search.ended)
+            ]
         except Exception:
             # Turning tokens into text concerns this request alone; the others go on.
             logger.exception("request %s failed", state.request_id)
@@ -462,60 +349,6 @@ class Engine:
             num_cached_tokens=max(0, state.first.num_cached_tokens),
             metrics=state.life.metrics,
         )
-
-    def _beam_output(self, state: SearchState, index: int, beam: Beam) -> CompletionOutput:
-        params, text, offsets = state.params, "", []
-        detokenizer = self._detokenizer(state.prompt_token_ids, params)
-        if detokenizer is not None:
-            hide = beam.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
-            detokenizer.append(beam.token_ids, suppress_last_text=hide)
-            detokenizer.finish()
-            text, offsets = detokenizer.text, list(detokenizer.token_offsets)
-        return CompletionOutput(
-            index=index,
-            text=text,
-            token_ids=list(beam.token_ids),
-            cumulative_logprob=beam.cumulative_logprob,
-            logprobs=None if params.logprobs is None else [self._logprobs(scores) for scores in beam.scores],
-            finish_reason=None if beam.finish_reason is None else beam.finish_reason.value,
-            stop_reason=beam.stop_reason,
-            text_offsets=offsets,
-            score=beam.score,
-        )
-
-    def _logprobs(self, scores: TokenScores) -> LogprobDict:
-        token_id, logprob, rank, alternatives = scores
-        name = self.tokenizer.token_string
-        listed = {other: Logprob(value, place + 1, name(other)) for place, (other, value) in enumerate(alternatives)}
-        listed.setdefault(token_id, Logprob(logprob, rank, name(token_id)))
-        return listed
-
-
-def salt_of(prompt: Prompt) -> str | None:
-    """The ``cache_salt`` that comes with a prompt."""
-    return prompt.get("cache_salt") if isinstance(prompt, dict) else None
-
-
-def _completion(sample: Sample, is_delta: bool) -> CompletionOutput:
-    request, detokenizer = sample.request, sample.detokenizer
-    token_ids = request.token_ids[len(request.prompt_token_ids) :]
-    first = sample.num_sent_tokens if is_delta else 0
-    sample.num_sent_tokens = len(token_ids)
-    wants_logprobs = request.params.logprobs is not None
-    text, offsets = "", []
-    if detokenizer is not None:
-        text = detokenizer.take_delta() if is_delta else detokenizer.text
-        offsets = detokenizer.token_offsets[first:]
-    return CompletionOutput(
-        index=sample.index,
-        text=text,
-        token_ids=token_ids[first:],
-        cumulative_logprob=sample.cumulative_logprob if wants_logprobs else None,
-        logprobs=sample.logprobs[first:] if wants_logprobs else None,
-        finish_reason=sample.finish_reason,
-        stop_reason=sample.stop_reason,
-        text_offsets=list(offsets),
-    )
 
 
 def _usable(generation_config: Mapping[str, Any], keep_sampling: bool) -> dict[str, Any]:

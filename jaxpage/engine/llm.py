@@ -12,7 +12,8 @@ from typing import Any, cast
 import rich.progress
 
 from jaxpage.config import EngineArgs
-from jaxpage.engine.front import Engine, Output, Prompt, salt_of
+from jaxpage.engine.front import Engine, Output
+from jaxpage.engine.intake import Prompt, salt_of
 from jaxpage.errors import ParameterError, shown
 from jaxpage.kv.manager import KVCacheStats
 from jaxpage.request import (

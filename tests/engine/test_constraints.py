@@ -59,7 +59,7 @@ def llm(llm_for: Callable[..., LLM], random_model: Callable[..., RandomModel], m
             else None
         )
 
-    monkeypatch.setattr(llm.engine._constraints, "build", build)
+    monkeypatch.setattr(llm.engine._intake.constraints, "build", build)
     return llm
 
 

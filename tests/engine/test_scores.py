@@ -83,7 +83,7 @@ def test_log_1_prompt_scores_when_the_prompt_is_cached(
                 assert_true_scores(model, each.prompt, output.prompt_logprobs, 0, 2)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 16, 64])
+@pytest.mark.parametrize("chunk", [1, 3, 4, 16, 21, 22, 64])
 def test_log_1a_prompt_scores_across_chunks(
     chunk: int, llm_for: Callable[..., LLM], model: RandomModel, random_ids: Callable[..., list[int]]
 ) -> None:
