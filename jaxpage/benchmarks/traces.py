@@ -17,8 +17,8 @@ from typing import Any
 from jaxpage.errors import shown
 
 MOONCAKE_BLOCK_TOKENS = 512
-OUTPUT_TOKEN_ID = 0
-"""Generated tokens are this id and the ones below: no prompt holds them."""
+OUTPUT_TOKEN_ID = 2**31 - 1
+"""Generated tokens are this id and the ones below: prompts count from 0 upwards and hold none of them."""
 _FILLER_ID = 1
 _FIRST_ID = 2
 
