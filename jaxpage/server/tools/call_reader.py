@@ -161,3 +161,32 @@ def _decoded_string(value: str) -> str | None:
     except UnicodeEncodeError:
         return None
     return text
+
+
+class CallsReader:
+    """What readers of answers with calls share: text that waits, and the call it stands in.
+
+    Subclasses say in ``_step`` what to take off ``_pending`` next.
+    """
+
+    def __init__(self) -> None:
+        self._pending = ""
+        self._num_calls = 0
+        self._call: CallReader | None = None
+
+    @property
+    def has_open_call(self) -> bool:
+        """True while a call has begun and not ended."""
+        return self._call is not None and self._call.progress in (Progress.BEGUN, Progress.BROKEN)
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that ``text`` makes certain."""
+        parts: list[Part] = []
+        self._pending += text
+        while self._pending and self._step(parts):
+            pass
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Takes something off the pending text; False if that needs more text."""
+        raise NotImplementedError

@@ -5,7 +5,7 @@ It must not know what calls are for.
 
 from __future__ import annotations
 
-from jaxpage.server.tools.call_reader import CallReader, Progress
+from jaxpage.server.tools.call_reader import CallReader, CallsReader, Progress
 from jaxpage.server.tools.markers import split_at_marker
 from jaxpage.server.tools.parts import CallArguments, CallStart, Content, Part
 
@@ -13,7 +13,7 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
 
-class HermesReader:
+class HermesReader(CallsReader):
     """Reads text with marked calls anywhere in it.
 
     - Blanks around calls are no content; those before a call stay between content before it and content behind it.
@@ -26,26 +26,11 @@ class HermesReader:
     markers = (OPEN, CLOSE)
 
     def __init__(self) -> None:
-        self._pending = ""
+        super().__init__()
         self._blanks = ""  # those at the end of the text so far
         self._has_text = False
         self._is_behind_call = False
-        self._num_calls = 0
-        self._call: CallReader | None = None
         self._awaits_close = False
-
-    @property
-    def has_open_call(self) -> bool:
-        """True while a call has begun and not ended."""
-        return self._call is not None and self._call.progress in (Progress.BEGUN, Progress.BROKEN)
-
-    def feed(self, text: str) -> list[Part]:
-        """The parts that ``text`` makes certain."""
-        parts: list[Part] = []
-        self._pending += text
-        while self._pending and self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         """What was held back: an unfinished call is content as long as its arguments have not begun."""

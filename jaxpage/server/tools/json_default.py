@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from jaxpage.server.tools.call_reader import CallReader, Progress
+from jaxpage.server.tools.call_reader import CallReader, CallsReader, Progress
 from jaxpage.server.tools.parts import CallArguments, CallStart, Content, Part
 
 
-class JsonReader:
+class JsonReader(CallsReader):
     """Reads an answer as calls if it starts like one, and as content if it does not.
 
     - An object is a call only if it names one of ``names`` and has no keys that calls do not have: a model may also
@@ -26,28 +26,13 @@ class JsonReader:
     """
 
     def __init__(self, names: Collection[str], prefix: str = "", separators: str = "[],") -> None:
+        super().__init__()
         self._names = frozenset(names)
         self._prefix = prefix
         self._between = f"{separators} \t\r\n"
         self._held = ""  # what stands between calls, as long as it is not certain that a call follows
-        self._pending = ""
         self._awaits_prefix = bool(prefix)
-        self._num_calls = 0
-        self._call: CallReader | None = None
         self._is_content = False
-
-    @property
-    def has_open_call(self) -> bool:
-        """True while a call has begun and not ended."""
-        return self._call is not None and self._call.progress in (Progress.BEGUN, Progress.BROKEN)
-
-    def feed(self, text: str) -> list[Part]:
-        """The parts that ``text`` makes certain."""
-        parts: list[Part] = []
-        self._pending += text
-        while self._pending and self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         """What was held back: an unfinished call is content as long as its arguments have not begun."""
