@@ -34,6 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         Its exit code; 2 for an unknown one.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except BrokenPipeError:
+        # The reader of our output is gone; without this the interpreter would complain while flushing at exit.
+        sys.stdout = None
+        return 1
+
+
+def _run(words: list[str]) -> int:
     if words[:1] in (["--version"], ["-V"]):
         print(f"jaxpage {jaxpage.__version__}")
         return 0

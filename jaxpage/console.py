@@ -45,6 +45,7 @@ def show_log(level: str, log_format: str = "text", server_level: str | None = No
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter("jaxpage: %(message)s"))
     _show("jaxpage", handler, level)
+    _show("opentelemetry", handler, level)  # it says so when its collector is not there
     if server_level is not None:
         for name in SERVER_LOGGERS:
             _show(name, handler, server_level)

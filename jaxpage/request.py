@@ -225,7 +225,8 @@ class SamplingParams:
         allowed_token_ids: only these ids may be generated.
         bad_words: up to 128 words that are never spelt by whole generated tokens, whichever tokens these are; neither
             as they stand nor after a blank. A longer token that merely contains the word is no offence.
-        structured_outputs: what the text has to be. Not together with ``ignore_eos``.
+        structured_outputs: what the text has to be. Not together with what could leave no token over: ``ignore_eos``,
+            ``min_tokens``, ``allowed_token_ids`` and ``bad_words``.
     """
 
     n: int = 1

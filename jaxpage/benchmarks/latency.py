@@ -49,8 +49,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s [options]", description=__doc__)
     add_config_flag(parser)
-    parser.add_argument("--prompt-length", type=int, action="append", help=f"repeatable; default {PROMPT_LENGTHS}")
-    parser.add_argument("--repeats", type=int, default=3, help="runs per figure; the median is shown")
+    parser.add_argument("--prompt-length", type=whole(1), action="append", help=f"repeatable; default {PROMPT_LENGTHS}")
+    parser.add_argument("--repeats", type=whole(1), default=3, help="runs per figure; the median is shown")
     parser.add_argument("--json", "--output-json", metavar="FILE", help="file for the result")
     parser.add_argument("--batch-size", type=whole(1), default=1, metavar="N", help="of a data set (default: 1)")
     add_dataset_flags(parser, default=None, num_prompts=20, is_offline=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.benchmarks import peers, report
-from jaxpage.benchmarks.serving.options import add_dataset_flags
+from jaxpage.benchmarks.serving.options import add_dataset_flags, whole
 from jaxpage.benchmarks.workloads import BATCH_SIZES, NEW_TOKENS, decode_prompts
 from jaxpage.config import EngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
@@ -51,8 +51,10 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_flag(parser)
-    parser.add_argument("--batch", type=int, action="append", help=f"batch size, repeatable; default {BATCH_SIZES}")
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="tokens generated per request")
+    parser.add_argument(
+        "--batch", type=whole(1), action="append", help=f"batch size, repeatable; default {BATCH_SIZES}"
+    )
+    parser.add_argument("--new-tokens", type=whole(1), default=NEW_TOKENS, help="tokens generated per request")
     parser.add_argument(
         "--peer", choices=peers.PEERS, action="append", default=[], help="engine to run beside, repeatable"
     )
@@ -62,6 +64,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(max_model_len=2048)
     options = parser.parse_args(expand_config(parser, argv))
+    if options.dataset_path and not options.dataset_name:
+        parser.error("--dataset-path needs --dataset-name")
     if options.dataset_name and (options.peer or options.batch):
         parser.error("--batch and --peer are not for data sets")
     if options.peer and not options.peer_python:

@@ -84,10 +84,8 @@ class Intake:
         check_token_ids("prompt_token_ids", prompt_token_ids, self._model.vocab_size)
         generates = not isinstance(params, PoolingParams) and params.max_tokens != 0
         if length + generates > config.max_model_len:
-            raise ParameterError(
-                "prompt",
-                f"has {length} tokens; max_model_len is {config.max_model_len} and one token must be left to generate",
-            )
+            rest = " and one token must be left to generate" if generates else ""
+            raise ParameterError("prompt", f"has {length} tokens; max_model_len is {config.max_model_len}{rest}")
         if not self._scheduler.fits(length):
             pool = self._scheduler.kv
             raise ParameterError(

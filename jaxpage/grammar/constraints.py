@@ -1,4 +1,4 @@
-"""Owns the way from sampling parameters to what limits a sample's tokens: structured output, bad words, or both.
+"""Owns the way from sampling parameters to what limits a sample's tokens: structured output or bad words.
 
 It must not know requests, steps or devices.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-
-import numpy as np
 
 from jaxpage.errors import ParameterError, shown
 from jaxpage.grammar.bad_words import BadWords
@@ -34,7 +32,8 @@ class ConstraintBuilder:
         """
         if params.structured_outputs is not None:
             # Each of these could forbid all that the grammar allows, or the end.
-            for name, neutral in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
+            neutrals = {"ignore_eos": False, "min_tokens": 0, "allowed_token_ids": None, "bad_words": []}
+            for name, neutral in neutrals.items():
                 if getattr(params, name) != neutral:
                     raise ParameterError(
                         name, f"cannot be combined with structured_outputs, got {shown(getattr(params, name))}"
@@ -46,14 +45,11 @@ class ConstraintBuilder:
 
     def build(self, params: SamplingParams) -> TokenConstraint | None:
         """A constraint for one sample that begins; None if its tokens are free."""
-        parts: list[TokenConstraint] = []
         if params.structured_outputs is not None:
-            parts.append(self._grammar(params.structured_outputs).matcher())
+            return self._grammar(params.structured_outputs).matcher()
         if params.bad_words:
-            parts.append(BadWords(params.bad_words, self._ids_of, self._bytes_of))
-        if len(parts) > 1:
-            return AllOf(parts)
-        return parts[0] if parts else None
+            return BadWords(params.bad_words, self._ids_of, self._bytes_of)
+        return None
 
     def _grammar(self, outputs: StructuredOutputsParams) -> CompiledGrammar:
         # Kept with the parameters: the engine's thread, which builds, must never wait for a compiler.
@@ -73,27 +69,3 @@ class ConstraintBuilder:
         """What a token adds to the text; special ones add nothing to it."""
         is_text = token_id < self._tokenizer.vocab_size and token_id not in self._tokenizer.decoder.special_ids
         return self._tokenizer.token_bytes(token_id) if is_text else b""
-
-
-class AllOf:
-    """Several constraints at once. One that would leave nothing over is passed over for that step."""
-
-    def __init__(self, parts: Sequence[TokenConstraint]) -> None:
-        self._parts = list(parts)
-
-    def mask(self, allowed: np.ndarray) -> None:
-        """Clears the bits of all tokens that some part forbids, the first parts before the later ones."""
-        for part in self._parts:
-            before = allowed.copy()
-            part.mask(allowed)
-            if not allowed.any():
-                allowed[:] = before
-
-    def accept(self, token_id: int) -> None:
-        """Moves every part on by one token."""
-        for part in self._parts:
-            part.accept(token_id)
-
-    def fork(self) -> AllOf:
-        """An independent constraint in the same state."""
-        return AllOf([part.fork() for part in self._parts])
