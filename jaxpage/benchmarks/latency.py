@@ -56,7 +56,10 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add_dataset_flags(parser, default=None, num_prompts=20, is_offline=True)
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(max_model_len=2304)
-    return parser.parse_args(expand_config(parser, argv))
+    options = parser.parse_args(expand_config(parser, argv))
+    if options.dataset_path and not options.dataset_name:
+        parser.error("--dataset-path needs --dataset-name")
+    return options
 
 
 def by_prompt_length(options: argparse.Namespace) -> None:

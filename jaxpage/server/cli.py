@@ -12,6 +12,7 @@ import os
 import ssl
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from jaxpage.console import LOG_FORMATS
 from jaxpage.server.chat_cli import add_chat_args
@@ -20,6 +21,7 @@ from jaxpage.server.options import DEFAULT_OPTIONS
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 POOLINGS = ("last", "mean")
 API_KEY_VARIABLE = "JAXPAGE_API_KEY"
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +45,28 @@ def check_cli_args(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error("argument --ssl-keyfile: needs --ssl-certfile")
     if not options.ssl_certfile and (options.ssl_ca_certs or options.ssl_cert_reqs):
         parser.error("arguments --ssl-ca-certs and --ssl-cert-reqs: need --ssl-certfile")
+    if options.uds and (options.host, options.port) != (DEFAULT_HOST, DEFAULT_PORT):
+        parser.error("argument --uds: takes the place of --host and --port")
+    endpoint = options.otlp_traces_endpoint
+    if endpoint is not None and not _is_endpoint(endpoint):
+        parser.error(f"argument --otlp-traces-endpoint: must be a URL or HOST:PORT, got {endpoint[:200]!r}")
+    if options.profiler_dir is not None:
+        try:
+            os.makedirs(options.profiler_dir, exist_ok=True)
+        except OSError as error:
+            parser.error(f"argument --profiler-dir: cannot be made: {options.profiler_dir[:200]}: {error.strerror}")
     if options.root_path and (not options.root_path.startswith("/") or options.root_path.endswith("/")):
         parser.error(f"argument --root-path: must start and not end with /, got {options.root_path[:200]!r}")
+
+
+def _is_endpoint(text: str) -> bool:
+    """Whether a collector can be there: an HTTP URL, or HOST:PORT for gRPC."""
+    try:
+        parts = urlsplit(text if "://" in text else f"//{text}")
+        has_place = bool(parts.hostname) and (parts.scheme != "" or parts.port is not None)
+    except ValueError:
+        return False
+    return has_place and parts.scheme in ("", "http", "https") and not any(character.isspace() for character in text)
 
 
 def number(kind: type[int] | type[float], low: float, high: float = math.inf) -> Callable[[str], Any]:
@@ -64,9 +86,9 @@ def number(kind: type[int] | type[float], low: float, high: float = math.inf) ->
 
 
 def _add_listening(group: Any) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument("--host", default=DEFAULT_HOST, help="address to listen on (default: %(default)s)")
     group.add_argument(
-        "--port", type=number(int, 0, 65535), default=8000, help="0 picks a free one (default: %(default)s)"
+        "--port", type=number(int, 0, 65535), default=DEFAULT_PORT, help="0 picks a free one (default: %(default)s)"
     )
     group.add_argument("--uds", metavar="PATH", help="listen on this Unix socket instead")
     group.add_argument("--root-path", default="", metavar="/PATH", help="prefix that a proxy in front takes away")

@@ -20,6 +20,7 @@ import pytest
 from api_client import TOKENIZERS
 
 from jaxpage import serve
+from jaxpage.server import cli
 from jaxpage.server.options import ServerOptions
 
 HERE = Path(__file__).parent
@@ -36,7 +37,8 @@ def run_serve(*options: str) -> subprocess.CompletedProcess[str]:
 def fake_server(*options: str, environment: dict[str, str] | None = None):
     """A process that serves the fake engine: 100 tokens take a second. Gives the process and its URL."""
     tokenizer = str(TOKENIZERS / "bytes_tokenizer")
-    command = [sys.executable, str(HERE / "serve_fake.py"), tokenizer, "--port", "0", *options]
+    place = () if "--uds" in options else ("--port", "0")
+    command = [sys.executable, str(HERE / "serve_fake.py"), tokenizer, *place, *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
     )
@@ -264,3 +266,30 @@ def test_privileged_port(capsys, monkeypatch):
     monkeypatch.setattr(socket.socket, "bind", refuse)  # for root no port is privileged
     assert serve.main(["--port", "80"]) == 1
     assert capsys.readouterr().err == "jaxpage: error: cannot listen on 127.0.0.1:80: Permission denied\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--uds", "x.sock", "--host", "1.2.3.4"], "--uds"),
+        (["--otlp-traces-endpoint", "nonsense"], "--otlp-traces-endpoint"),
+        (["--otlp-traces-endpoint", "ftp://host:1"], "--otlp-traces-endpoint"),
+        (["--otlp-traces-endpoint", "host:port"], "--otlp-traces-endpoint"),
+        (["--profiler-dir", "/dev/null/profiles"], "--profiler-dir"),
+    ],
+)
+def test_flags_without_effect_or_use_are_refused(
+    flags: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = serve.build_parser()
+    with pytest.raises(SystemExit) as ended:
+        cli.check_cli_args(parser, parser.parse_args(flags))
+    assert ended.value.code == 2 and part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:4317", "http://collector/v1/traces", "https://[::1]:4317", "[::1]:4317"]
+)
+def test_collectors_that_can_be(endpoint: str) -> None:
+    parser = serve.build_parser()
+    cli.check_cli_args(parser, parser.parse_args(["--otlp-traces-endpoint", endpoint]))
