@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import logging
 import os
 import shutil
 import sys
@@ -19,6 +20,8 @@ import numpy_reference
 import pytest
 from golden_data import DATA, TINY
 from numpy_reference import RandomModel
+
+from jaxpage.console import SERVER_LOGGERS
 
 if TYPE_CHECKING:
     from jaxpage import LLM
@@ -46,6 +49,17 @@ def _few_programs() -> Iterator[None]:
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Undoes what a command under test does to the log: its handler would write to a stream that is gone."""
+    loggers = [logging.getLogger(name) for name in ("jaxpage", "opentelemetry", *SERVER_LOGGERS)]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

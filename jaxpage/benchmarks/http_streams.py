@@ -152,7 +152,7 @@ def serving(engine: Any) -> Iterator[tuple[Any, stream_clients.Address]]:
 
     outer = AsyncLLMEngine(engine)
     app = create_app(outer)
-    config = uvicorn.Config(app, http=BoundedProtocol, ws="none", log_level="warning", access_log=False, backlog=4096)
+    config = uvicorn.Config(app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, backlog=4096)
     server = uvicorn.Server(config)
     settle()
     with socket.socket() as listener:

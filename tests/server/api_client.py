@@ -87,8 +87,10 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> str:
 @contextlib.contextmanager
 def serving(app: Any) -> Iterator[str]:
     """A real server with ``app`` on a free port, in a thread; gives its URL."""
-    protocol = {"http": BoundedProtocol, "ws": "none"}  # as jaxpage.serve has it
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, **protocol))
+    as_serve_has_it = {"http": BoundedProtocol, "ws": "none"}
+    # uvicorn's own set-up of the log would close the handlers of others, and with absl's the stream pytest captures.
+    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1, **as_serve_has_it)
+    server = uvicorn.Server(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
