@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_IMPLEMENTATIONS = ("auto", "mosaic_tpu", "mosaic_gpu", "triton", "xla", "reference")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+DATA_PARALLEL_BACKENDS = ("thread", "process")
 GENERATION_CONFIGS = ("auto", "vllm")
 """vllm, which is vLLM's word for it: leave the model's recommendation aside."""
 RECOMMENDED_VALUES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -91,9 +93,17 @@ class EngineArgs:
         0, "longer prompts leave half of a step to shorter ones; default: a quarter of max_num_batched_tokens"
     )
     max_logprobs: int = _option(20, "largest number of logprobs a request may ask for; -1: whole vocabulary")
-    tensor_parallel_size: int = _option(1, "devices a model is split over")
-    pipeline_parallel_size: int = _option(1, "stages a model is split into")
-    data_parallel_size: int = _option(1, "copies of the engine")
+    tensor_parallel_size: int = _option(1, "devices that share every layer")
+    pipeline_parallel_size: int = _option(1, "stages a model's layers are split into, each on devices of its own")
+    pipeline_layers: str | None = _option(None, "layers of each stage, such as 10,12,10; default: as equal as can be")
+    data_parallel_size: int = _option(1, "engines, each on devices of its own, that share the requests")
+    data_parallel_backend: str = _option("thread", "what an engine of several runs in", DATA_PARALLEL_BACKENDS)
+    enable_expert_parallel: bool = _option(
+        False, "the devices of tensor_parallel_size split the experts of a layer, and not each expert"
+    )
+    sharding: str | None = _option(
+        None, "YAML file, or name of one in configs/sharding, that says which mesh axis splits which array axis"
+    )
     attention_implementation: str = _option("auto", "attention code to run", ATTENTION_IMPLEMENTATIONS)
     generation_config: str = _option(
         "auto", "sampling values of requests that leave them open; auto: the model's own", GENERATION_CONFIGS
@@ -136,10 +146,27 @@ class EngineArgs:
                 raise ParameterError("served_model_name", f"must be one or more names, got {shown(name)}")
         _check_sampling_defaults(self.override_generation_config)
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            if check_int(name, getattr(self, name), 1) != 1:
-                raise ParameterError(name, f"only 1 is supported in this version, got {getattr(self, name)}")
+            setattr(self, name, check_int(name, getattr(self, name), 1))
+        if self.pipeline_layers is not None:
+            self._check_pipeline_layers()
         if self.trust_remote_code:
             raise ParameterError("trust_remote_code", "true is not supported: code in checkpoints is never run")
+
+    def _check_pipeline_layers(self) -> None:
+        if self.num_stage_layers is None or len(self.num_stage_layers) != self.pipeline_parallel_size:
+            raise ParameterError(
+                "pipeline_layers",
+                f"must be {self.pipeline_parallel_size} numbers of layers, one a stage (pipeline_parallel_size), "
+                f"such as 10,12,10; got {shown(self.pipeline_layers)}",
+            )
+
+    @property
+    def num_stage_layers(self) -> list[int] | None:
+        """The numbers in ``pipeline_layers``; None if it is not given or not such numbers."""
+        parts = (self.pipeline_layers or "").split(",")
+        return (
+            [int(part) for part in parts] if all(re.fullmatch(r"\s*[1-9]\d{0,5}\s*", part) for part in parts) else None
+        )
 
     @property
     def model_names(self) -> list[str]:
