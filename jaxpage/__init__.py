@@ -11,36 +11,33 @@ if TYPE_CHECKING:
     from jaxpage.config import AsyncEngineArgs, EngineArgs
     from jaxpage.engine.async_engine import AsyncLLMEngine
     from jaxpage.engine.llm import LLM
-    from jaxpage.request import (
+    from jaxpage.params import (
         BeamSearchParams,
-        CompletionOutput,
-        EmbeddingOutput,
-        Logprob,
         PoolingParams,
-        RequestOutput,
         RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
         TextPrompt,
         TokensPrompt,
     )
+    from jaxpage.request import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
 
 _HOME = {
     "AsyncEngineArgs": "jaxpage.config",
     "EngineArgs": "jaxpage.config",
     "AsyncLLMEngine": "jaxpage.engine.async_engine",
     "LLM": "jaxpage.engine.llm",
-    "BeamSearchParams": "jaxpage.request",
+    "BeamSearchParams": "jaxpage.params",
     "CompletionOutput": "jaxpage.request",
     "EmbeddingOutput": "jaxpage.request",
     "Logprob": "jaxpage.request",
-    "PoolingParams": "jaxpage.request",
+    "PoolingParams": "jaxpage.params",
     "RequestOutput": "jaxpage.request",
-    "RequestOutputKind": "jaxpage.request",
-    "SamplingParams": "jaxpage.request",
-    "StructuredOutputsParams": "jaxpage.request",
-    "TextPrompt": "jaxpage.request",
-    "TokensPrompt": "jaxpage.request",
+    "RequestOutputKind": "jaxpage.params",
+    "SamplingParams": "jaxpage.params",
+    "StructuredOutputsParams": "jaxpage.params",
+    "TextPrompt": "jaxpage.params",
+    "TokensPrompt": "jaxpage.params",
 }
 
 __all__ = [

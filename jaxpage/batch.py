@@ -93,9 +93,12 @@ class StepOutput(NamedTuple):
         prompt: scores of the next prompt token at each position; zeros unless some row asked for them.
         pooled: per row the hidden state of its last token in the step, or the sum over its tokens if it wants a mean;
             zeros unless some row is pooled.
+        fingerprint: of the batch and the last hidden states as each device has them, which must be equal; None unless
+            several processes compute the step.
     """
 
     token_ids: Int[Array, " B"]
     sampled: ScoredTokens
     prompt: ScoredTokens
     pooled: Float[Array, "B D"]
+    fingerprint: Int[Array, " devices"] | None = None

@@ -18,6 +18,7 @@ COMMANDS = {
     "run-batch": ("jaxpage.commands.run_batch", "answer a file of requests in OpenAI's batch format"),
     "bench": ("", "measure: serve (a running server), throughput, latency"),
     "models": ("jaxpage.commands.models", "list, pull and remove models on this machine"),
+    "checkpoint": ("jaxpage.checkpoint", "convert a model to shards that load straight onto devices; inspect, verify"),
     "collect-env": ("jaxpage.commands.collect_env", "describe this machine for a bug report"),
 }
 BENCHMARKS = {

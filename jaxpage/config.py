@@ -13,8 +13,9 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpage.checks import check_bool, check_float, check_int
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import SamplingParams, check_bool, check_float, check_int
+from jaxpage.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16")
@@ -33,7 +34,7 @@ LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_IMPLEMENTATIONS = ("auto", "mosaic_tpu", "mosaic_gpu", "triton", "xla", "reference")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-DATA_PARALLEL_BACKENDS = ("thread", "process")
+DATA_PARALLEL_BACKENDS = ("thread", "process", "ray")
 GENERATION_CONFIGS = ("auto", "vllm")
 """vllm, which is vLLM's word for it: leave the model's recommendation aside."""
 RECOMMENDED_VALUES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -104,6 +105,11 @@ class EngineArgs:
     sharding: str | None = _option(
         None, "YAML file, or name of one in configs/sharding, that says which mesh axis splits which array axis"
     )
+    coordinator: str | None = _option(
+        None, "HOST:PORT where process 0 is reached, if an engine spans several; default: as TPU pod, SLURM or MPI say"
+    )
+    num_processes: int | None = _option(None, "processes of the engine, one a host")
+    process_id: int | None = _option(None, "which of them this is; 0 serves, the others obey")
     attention_implementation: str = _option("auto", "attention code to run", ATTENTION_IMPLEMENTATIONS)
     generation_config: str = _option(
         "auto", "sampling values of requests that leave them open; auto: the model's own", GENERATION_CONFIGS
@@ -141,6 +147,8 @@ class EngineArgs:
         )
         self.max_logprobs = check_int("max_logprobs", self.max_logprobs, -1)
         self.seed = check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if not isinstance(self.model, str) or not self.model.strip():
+            raise ParameterError("model", f"must be a name or a path, got {shown(self.model)}")
         for name in self.model_names:
             if not isinstance(name, str) or not name.strip():
                 raise ParameterError("served_model_name", f"must be one or more names, got {shown(name)}")
@@ -149,6 +157,7 @@ class EngineArgs:
             setattr(self, name, check_int(name, getattr(self, name), 1))
         if self.pipeline_layers is not None:
             self._check_pipeline_layers()
+        self._check_processes()
         if self.trust_remote_code:
             raise ParameterError("trust_remote_code", "true is not supported: code in checkpoints is never run")
 
@@ -160,6 +169,36 @@ class EngineArgs:
                 f"such as 10,12,10; got {shown(self.pipeline_layers)}",
             )
 
+    def _check_processes(self) -> None:
+        names = ("coordinator", "num_processes", "process_id")
+        if self.data_parallel_backend == "ray":
+            for name in ("coordinator", "process_id"):
+                if getattr(self, name) is not None:
+                    raise ParameterError(name, "is for Ray to choose (data_parallel_backend ray)")
+            if self.num_processes is not None:
+                self._check_num_processes(self.num_processes)
+            return
+        missing = [name for name in names if getattr(self, name) is None]
+        if len(missing) == len(names):
+            return
+        if missing:
+            raise ParameterError(missing[0], f"must be given with {', '.join(set(names) - set(missing))}")
+        host, _, port = str(self.coordinator).rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ParameterError("coordinator", f"must be HOST:PORT, got {shown(self.coordinator)}")
+        num_processes = self._check_num_processes(self.num_processes)
+        self.process_id = check_int("process_id", self.process_id, 0, num_processes - 1)
+
+    def _check_num_processes(self, value: Any) -> int:
+        self.num_processes = check_int("num_processes", value, 1)
+        if self.num_devices % self.num_processes:
+            raise ParameterError(
+                "num_processes",
+                f"{self.num_processes} do not share {self.num_devices} devices "
+                "(tensor_parallel_size * pipeline_parallel_size) evenly",
+            )
+        return self.num_processes
+
     @property
     def num_stage_layers(self) -> list[int] | None:
         """The numbers in ``pipeline_layers``; None if it is not given or not such numbers."""
@@ -167,6 +206,11 @@ class EngineArgs:
         return (
             [int(part) for part in parts] if all(re.fullmatch(r"\s*[1-9]\d{0,5}\s*", part) for part in parts) else None
         )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def model_names(self) -> list[str]:

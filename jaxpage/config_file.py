@@ -46,9 +46,18 @@ def expand_config(parser: argparse.ArgumentParser, argv: Sequence[str] | None = 
     try:
         added = _arguments(parser, path, _read(path), given)
     except ConfigFileError as error:
-        parser.exit(2, f"jaxpage: error: {error}\n")
+        parser.exit(2, f"jaxpage: error: --config: {' '.join(str(error).split())}\n")
     end = argv.index("--") if "--" in argv else len(argv)
     return argv[:end] + added + argv[end:]
+
+
+def arguments(parser: argparse.ArgumentParser, source: str, content: dict[str, Any]) -> list[str]:
+    """The options in ``content``, from a file that ``source`` names, as they would stand on the command line.
+
+    Raises:
+        ConfigFileError: for what is no option, or a value that it does not take.
+    """
+    return _arguments(parser, source, content, {})
 
 
 def _given_options(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
@@ -71,7 +80,7 @@ def _given_options(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str
     return {name: value for name, value in given.items() if not (name in collecting and value is None)}
 
 
-class _Loader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """YAML lets a later key replace an earlier one without a word; here that is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -84,12 +93,14 @@ class _Loader(yaml.SafeLoader):
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise ConfigFileError(f"{path}: {error.strerror or error}") from None
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigFileError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        content = yaml.load(text, StrictLoader)
     except ConfigFileError as error:
         raise ConfigFileError(f"{path}: {error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date can be none, a number too long
         raise ConfigFileError(f"{path}: is not valid YAML: {' '.join(str(error).split())[:200]}") from None
     if content is None:
         return {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import io
 import json
 import logging
 import sys
@@ -58,12 +60,44 @@ def _show(name: str, handler: logging.Handler, level: str) -> None:
     logger.setLevel(TRACE if level.upper() == "TRACE" else level.upper())
 
 
-def fail(message: object) -> int:
-    """Says on stderr, in one line, why a command ends; gives its exit code, 1."""
+def fail(message: object, options: argparse.Namespace | None = None) -> int:
+    """Says on stderr, in one line, why a command ends; gives its exit code, 1.
+
+    An error about one of ``options``, the command's own, is shown under the name of its flag.
+    """
+    if isinstance(message, ParameterError) and hasattr(options, message.parameter.partition("[")[0]):
+        message = flag_error(message)
     print("jaxpage: error: " + " ".join(str(message).split()), file=sys.stderr)
     return 1
 
 
+def check_text(name: str, text: str | None) -> None:
+    """Raises ParameterError for an option or an input that came as bytes which are no UTF-8."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise ParameterError(name, "is not UTF-8 text") from None
+
+
+def read_input_as_utf8() -> None:
+    """Lets standard input be read as UTF-8 whatever the locale says; bytes that are none are left to ``check_text``."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+
 def flag_error(error: ParameterError) -> str:
     """An error about an option under the name of its flag."""
-    return f"--{error.parameter.replace('_', '-')}: {error.reason}"
+    return f"--{error.parameter.partition('[')[0].replace('_', '-')}: {error.reason}"
+
+
+class NoTerminal:
+    """A stream that is written to as before, and says that it is no terminal: nothing draws progress on it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def isatty(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

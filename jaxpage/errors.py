@@ -21,6 +21,20 @@ class ParameterError(ValueError):
         self.reason = message
 
 
+def unusable_file(parameter: str, path: object, error: Exception) -> ParameterError:
+    """The error for a file, named by ``parameter``, that cannot be opened, read or written."""
+    return ParameterError(parameter, f"{shown(str(path))}: {getattr(error, 'strerror', None) or error}")
+
+
+class ConflictError(ParameterError):
+    """A value cannot be had together with the parameter ``other``."""
+
+    def __init__(self, parameter: str, value: object, other: str) -> None:
+        super().__init__(parameter, f"cannot be combined with {other}, got {shown(value)}")
+        self.value = value
+        self.other = other
+
+
 class StartupError(RuntimeError):
     """The engine cannot start; the message is one line that a person can act on."""
 

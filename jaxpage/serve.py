@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import socket
 import sys
@@ -15,8 +16,9 @@ from typing import Any
 
 from jaxpage.config import AsyncEngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
-from jaxpage.console import show_log
+from jaxpage.console import fail, show_log
 from jaxpage.errors import ParameterError, StartupError
+from jaxpage.parallel.cluster import has_several_processes
 from jaxpage.server import cli
 from jaxpage.server.listener import UnixSocket, bind, check_tls
 from jaxpage.server.options import ServerOptions
@@ -48,29 +50,38 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.serve
     cli.check_cli_args(parser, options)
     if options.model_name is not None:
         if options.model not in (AsyncEngineArgs.model, options.model_name):
-            return _fail(f"two models are given: {options.model_name} and --model {options.model}")
+            return fail(f"two models are given: {options.model_name} and --model {options.model}")
         options.model = options.model_name
     try:
         engine_args = AsyncEngineArgs.from_cli_args(options)
     except ParameterError as error:
-        return _fail(f"--{error.parameter.replace('_', '-')}: {error.reason}")
+        return fail(error, options)
     show_log(options.log_level, options.log_format, options.uvicorn_log_level)
     logging.getLogger("jaxpage.access").disabled = options.disable_uvicorn_access_log
+    if engine_args.data_parallel_backend != "ray" and (engine_args.coordinator is not None or has_several_processes()):
+        # Imported late, so that --help and wrong options need no jax.
+        from jaxpage.engine.build import follow_leader, join_hosts
+
+        try:
+            if not join_hosts(engine_args):
+                follow_leader(engine_args)
+                return 0
+        except (ValueError, OSError, StartupError) as error:
+            return fail(error, options)
     with contextlib.ExitStack() as resources:
         # Files and port first: whoever loads a model for a minute should not learn then that the port is taken.
         try:
             if options.otlp_traces_endpoint is not None:
                 check_tracing()
             listener = resources.enter_context(open_listener(options))
-        except StartupError as error:
-            return _fail(str(error))
-        # Imported late, so that --help and wrong options need no jax.
+        except (ParameterError, StartupError) as error:
+            return fail(error, options)
         from jaxpage.engine.async_engine import AsyncLLMEngine
 
         try:
             engine = AsyncLLMEngine.from_engine_args(engine_args)
         except (ValueError, OSError, StartupError) as error:
-            return _fail(str(error))
+            return fail(error, options)
         except KeyboardInterrupt:
             return 130
         try:
@@ -92,22 +103,18 @@ def serve(engine: Any, listener: socket.socket, options: argparse.Namespace) -> 
 
 
 def open_listener(options: argparse.Namespace) -> socket.socket:
-    """The bound socket, once the files of its TLS are known to be good; raises StartupError."""
-    try:
-        if options.ssl_certfile:
-            check_tls(options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs)
-    except OSError as error:
-        raise StartupError(f"TLS: {error}") from None
+    """The bound socket, once the files of its TLS are known to be good; raises ParameterError."""
+    if options.ssl_certfile:
+        check_tls(options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs)
     try:
         return UnixSocket(options.uds) if options.uds else bind(options.host, options.port)
-    except OSError as error:
-        address = options.uds or f"{options.host}:{options.port}"
-        raise StartupError(f"cannot listen on {address}: {error.strerror or error}") from None
-
-
-def _fail(message: str) -> int:
-    print("jaxpage: error: " + " ".join(message.split()), file=sys.stderr)
-    return 1
+    except (OSError, ValueError) as error:
+        is_port = getattr(error, "errno", None) in (errno.EACCES, errno.EADDRINUSE)
+        name, address = "port" if is_port else "host", f"{options.host}:{options.port}"
+        if options.uds:
+            name, address = "uds", options.uds
+        reason = getattr(error, "strerror", None) or error
+        raise ParameterError(name, f"cannot listen on {address}: {reason}") from None
 
 
 if __name__ == "__main__":

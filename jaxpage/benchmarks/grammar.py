@@ -18,7 +18,9 @@ import numpy as np
 
 from jaxpage.benchmarks import report
 from jaxpage.grammar import GrammarCompiler
-from jaxpage.request import StructuredOutputsParams
+from jaxpage.params import StructuredOutputsParams
+from jaxpage.server.tools.definitions import Tools
+from jaxpage.server.tools.strict import AnswerForm, strict_constraint
 from jaxpage.tokenizer import Tokenizer
 from jaxpage.weights import open_checkpoint, resolve_model
 
@@ -57,6 +59,12 @@ PERSON_TEXT = json.dumps(
     },
     ensure_ascii=False,
 )
+TOOL = {"type": "function", "function": {"name": "register", "parameters": PERSON, "strict": True}}
+CALLS = strict_constraint(Tools((TOOL,), "auto"), AnswerForm("hermes", thinks=False, special_ids={}), False)
+PROSE = (
+    "Ada Lovelace was an English mathematician and writer, chiefly known for her work on the Analytical Engine. " * 3
+)
+CALL_TEXT = f'{PROSE[:107]}<tool_call>\n{{"name": "register", "arguments": {PERSON_TEXT}}}\n</tool_call>'
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "schema": ({"json": PERSON}, PERSON_TEXT),
     "json_object": ({"json_object": True}, PERSON_TEXT),
@@ -66,6 +74,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"grammar": 'root ::= term ([-+*/] term)*\nterm ::= [0-9]+ | "(" root ")"'},
         "(12+(3*45)-6)*(789-(1+2))/3",
     ),
+    "strict tool, text": ({"schema_grammar": CALLS.schema_grammar}, PROSE),
+    "strict tool, call": ({"schema_grammar": CALLS.schema_grammar}, CALL_TEXT),
 }
 """What is wanted, and a text that obeys it."""
 

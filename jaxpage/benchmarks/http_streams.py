@@ -3,7 +3,8 @@
 One loaded engine is driven in turn by a plain loop in this process and by the server, with as many streams from a
 client in a process of its own. The model is tiny, with random weights: the smaller the model, the more HTTP weighs.
 Meanwhile another process asks for /health. Then clients that vanish in mid-stream, and how soon nothing is left of
-their requests. Example:
+their requests. With --data-parallel-backend process the server's engine is a second one, in a process of its own, and
+with --data-parallel-size there are several. Example:
     python -m jaxpage.benchmarks.http_streams --streams 256 --tokenizer tests/data/tokenizers/bytes_tokenizer
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import socket
@@ -19,7 +21,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +77,19 @@ def measure(args: EngineArgs, options: argparse.Namespace) -> list[dict[str, Any
     """The rows of the result: the medians of the rounds."""
     from jaxpage.engine.front import Engine
 
-    engine = Engine(args)
+    engine = Engine(dataclasses.replace(args, data_parallel_size=1, data_parallel_backend="thread"))
+    is_shared = args.data_parallel_size == 1 and args.data_parallel_backend == "thread"
     num_tokens = options.streams * options.max_tokens
     spawn = multiprocessing.get_context("spawn")
     alone_s, http_s, health_s = [], [], []
     frames = 0.0
-    with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as clients:
+    with contextlib.ExitStack() as stack:
+        clients = stack.enter_context(concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn))
+        serving = _serving_again_and_again(engine) if is_shared else stack.enter_context(_serving_others(args))
         run_alone(engine, options.streams, options.max_tokens)  # warms up
         for number in range(options.rounds):
             alone_s.append(run_alone(engine, options.streams, options.max_tokens))
-            with serving(engine) as (_, address):
+            with serving() as (_, address):
                 if number == 0:
                     clients.submit(stream_clients.read_streams, address, bodies(options.streams, 2)).result()
                 probing = clients.submit(stream_clients.probe_health, address, max(1.0, 0.9 * alone_s[-1]))
@@ -95,9 +100,9 @@ def measure(args: EngineArgs, options: argparse.Namespace) -> list[dict[str, Any
                 http_s.append(result["wall_s"])
                 frames = result["frames"]
                 health_s += probing.result()
-        with serving(engine) as (server, address):
+        with serving() as (server, address):
             vanished = clients.submit(stream_clients.vanish, address, bodies(options.vanish, 900))
-            gone_s = time_to_nothing(engine, server, vanished)
+            gone_s = time_to_nothing(server, vanished)
     alone, http = (num_tokens / statistics.median(each) for each in (alone_s, http_s))
     return [
         {
@@ -128,7 +133,7 @@ def bodies(count: int, max_tokens: int) -> list[dict[str, Any]]:
 
 def run_alone(engine: Any, count: int, max_tokens: int) -> float:
     """Seconds the engine takes for all requests, text included, with nobody else in the process."""
-    from jaxpage.request import RequestOutputKind, SamplingParams
+    from jaxpage.params import RequestOutputKind, SamplingParams
 
     kind = RequestOutputKind.DELTA
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=kind)
@@ -140,17 +145,44 @@ def run_alone(engine: Any, count: int, max_tokens: int) -> float:
     return time.perf_counter() - started_s
 
 
+Serving = Callable[[], contextlib.AbstractContextManager[tuple[Any, stream_clients.Address]]]
+
+
+def _serving_again_and_again(engine: Any) -> Serving:
+    """Servers around the engine that is driven in turn: each ends with the engine's thread."""
+    from jaxpage.engine.async_engine import AsyncLLMEngine
+
+    @contextlib.contextmanager
+    def serve() -> Iterator[tuple[Any, stream_clients.Address]]:
+        outer = AsyncLLMEngine(engine)
+        with serving(outer) as server_and_address:
+            yield server_and_address
+        outer.shutdown()
+
+    return serve
+
+
 @contextlib.contextmanager
-def serving(engine: Any) -> Iterator[tuple[Any, stream_clients.Address]]:
-    """The server around ``engine`` in this process, as ``jaxpage.serve`` runs it: its state and its address."""
+def _serving_others(args: EngineArgs) -> Iterator[Serving]:
+    """Servers around engines of their own, as ``args`` ask for them."""
+    from jaxpage.engine.async_engine import AsyncLLMEngine
+
+    outer = AsyncLLMEngine.from_engine_args(args)
+    try:
+        yield lambda: serving(outer)
+    finally:
+        outer.shutdown()
+
+
+@contextlib.contextmanager
+def serving(outer: Any) -> Iterator[tuple[Any, stream_clients.Address]]:
+    """The server around ``outer`` in this process, as ``jaxpage.serve`` runs it: its state and its address."""
     import uvicorn
 
-    from jaxpage.engine.async_engine import AsyncLLMEngine
     from jaxpage.server.app import create_app
     from jaxpage.server.connections import BoundedProtocol
     from jaxpage.server.lifecycle import settle
 
-    outer = AsyncLLMEngine(engine)
     app = create_app(outer)
     config = uvicorn.Config(app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, backlog=4096)
     server = uvicorn.Server(config)
@@ -166,14 +198,13 @@ def serving(engine: Any) -> Iterator[tuple[Any, stream_clients.Address]]:
         finally:
             server.should_exit = True
             thread.join()
-            outer.shutdown()
 
 
-def time_to_nothing(engine: Any, server: Any, vanished: concurrent.futures.Future[float]) -> float:
+def time_to_nothing(server: Any, vanished: concurrent.futures.Future[float]) -> float:
     """Seconds from the moment that the last client is gone until requests, waiting ones and blocks are, too."""
-    scheduler = engine.core.scheduler
+    group = server.engine.group
     gone_at = vanished.result()
-    while server.num_in_flight or scheduler.running or scheduler.num_waiting or scheduler.kv.pool.num_used:
+    while server.num_in_flight or group.num_unfinished or group.kv_cache_stats().num_used_blocks:
         time.sleep(0.005)
         if time.monotonic() > gone_at + 60:
             raise RuntimeError("requests are left of clients that vanished a minute ago")

@@ -17,9 +17,10 @@ from jaxpage.benchmarks.serving.options import add_dataset_flags, whole
 from jaxpage.benchmarks.workloads import long_prompt
 from jaxpage.config import EngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
-from jaxpage.console import fail, flag_error
-from jaxpage.errors import ParameterError, StartupError
-from jaxpage.request import RequestOutput, RequestOutputKind, SamplingParams
+from jaxpage.console import fail
+from jaxpage.errors import StartupError
+from jaxpage.params import RequestOutputKind, SamplingParams
+from jaxpage.request import RequestOutput
 
 if TYPE_CHECKING:
     from jaxpage.engine.front import Engine
@@ -32,16 +33,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.bench
     """Measures and prints; returns 0, or 1 if the engine cannot run what is asked for."""
     options = parse(argv, prog)
     try:
+        if options.json:
+            report.check_result_file("json", options.json)
         if options.dataset_name is None:
             by_prompt_length(options)
         else:
             from jaxpage.benchmarks.offline import measure_dataset
 
             measure_dataset(options, options.batch_size)
-    except ParameterError as error:
-        return fail(flag_error(error))
     except (ValueError, OSError, StartupError) as error:
-        return fail(error)
+        return fail(error, options)
     return 0
 
 

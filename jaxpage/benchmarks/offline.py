@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpage.benchmarks import report
 from jaxpage.benchmarks.serving.client import RequestRecord
-from jaxpage.benchmarks.serving.datasets import Sample, make_samples
+from jaxpage.benchmarks.serving.datasets import Sample, check_dataset, make_samples
 from jaxpage.benchmarks.serving.measures import summarize
 from jaxpage.benchmarks.serving.options import METRICS
 from jaxpage.benchmarks.serving.summary import summary
@@ -19,7 +19,8 @@ from jaxpage.benchmarks.serving.tokens import LocalTokens
 from jaxpage.config import EngineArgs
 from jaxpage.engine.front import Engine
 from jaxpage.engine.intake import Prompt
-from jaxpage.request import RequestOutput, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
+from jaxpage.params import RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
+from jaxpage.request import RequestOutput
 
 PERCENTILES = (50.0, 90.0, 99.0)
 WARMUP_TOKENS = 4
@@ -31,6 +32,7 @@ def measure_dataset(options: argparse.Namespace, batch_size: int | None) -> None
     Raises:
         ValueError, StartupError: options that do not fit the model, or an engine that does not start.
     """
+    check_dataset(options)
     args = EngineArgs.from_cli_args(options)
     engine = Engine(args)
     samples = fitting_samples(options, engine)

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxpage.errors import ParameterError
+
 PEERS = ("transformers", "vllm")
 
 
@@ -46,9 +48,11 @@ def export(model: str, directory: Path) -> Path:
     import numpy as np
     import safetensors.numpy
 
-    from jaxpage.weights.source import open_checkpoint, resolve_model
+    from jaxpage.weights.source import OrbaxCheckpoint, open_checkpoint, resolve_model
 
     checkpoint = open_checkpoint(resolve_model(model))
+    if isinstance(checkpoint, OrbaxCheckpoint):
+        raise ParameterError("model", f"must be what a checkpoint is made of, got one that jaxpage wrote: {model}")
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: np.ascontiguousarray(checkpoint.read(name), np.float32) for name in checkpoint.names()}
     safetensors.numpy.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -14,7 +14,8 @@ from jaxpage.benchmarks.fake_model import FakeModel, StepTime
 from jaxpage.benchmarks.traces import TraceRow
 from jaxpage.kv.block_ops import BlockOpKind
 from jaxpage.kv.manager import KVCacheManager, KVCounters
-from jaxpage.request import BeamSearchParams, Request, SamplingParams
+from jaxpage.params import BeamSearchParams, SamplingParams
+from jaxpage.request import Request
 from jaxpage.scheduler.beam import BeamSearch
 from jaxpage.scheduler.group import RequestGroup
 from jaxpage.scheduler.preemption import PreemptionPolicy

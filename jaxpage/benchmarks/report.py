@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxpage.errors import ParameterError, shown
+
 
 def processor() -> str:
     """Its name, and the vector instructions that decide about speed."""
@@ -45,6 +47,19 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def check_result_file(parameter: str, path: str | Path) -> None:
+    """Raises ParameterError if a result cannot be stored there: better before a measurement than after it."""
+    file = Path(path).absolute()
+    if "\0" in str(path):
+        raise ParameterError(parameter, f"is no path: {shown(str(path))}")
+    if file.is_dir():
+        raise ParameterError(parameter, f"is a directory: {shown(str(path))}")
+    if not file.parent.is_dir():
+        raise ParameterError(parameter, f"no such directory: {Path(path).parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ParameterError(parameter, f"cannot be written: {shown(str(path))}")
 
 
 def write(path: str | None, name: str, rows: list[dict[str, Any]], **settings: Any) -> None:

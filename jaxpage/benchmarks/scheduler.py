@@ -14,7 +14,8 @@ from typing import Any
 
 from jaxpage.benchmarks import report, scheduler_peer
 from jaxpage.kv.manager import KVCacheManager
-from jaxpage.request import Request, SamplingParams
+from jaxpage.params import SamplingParams
+from jaxpage.request import Request
 from jaxpage.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16

@@ -8,6 +8,7 @@ Example, with an environment that has torch and transformers or vLLM:
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
@@ -20,25 +21,25 @@ from jaxpage.benchmarks.serving.options import add_dataset_flags, whole
 from jaxpage.benchmarks.workloads import BATCH_SIZES, NEW_TOKENS, decode_prompts
 from jaxpage.config import EngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
-from jaxpage.console import fail, flag_error
-from jaxpage.errors import ParameterError, StartupError
-from jaxpage.request import SamplingParams
+from jaxpage.console import fail
+from jaxpage.errors import StartupError
+from jaxpage.params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.benchmarks.throughput") -> int:
     """Measures and prints; returns 0, or 1 if the engine cannot run what is asked for."""
     options = parse(argv, prog)
     try:
+        if options.json:
+            report.check_result_file("json", options.json)
         if options.dataset_name is None:
             compare(options)
         else:
             from jaxpage.benchmarks.offline import measure_dataset
 
             measure_dataset(options, batch_size=None)
-    except ParameterError as error:
-        return fail(flag_error(error))
     except (ValueError, OSError, StartupError) as error:
-        return fail(error)
+        return fail(error, options)
     return 0
 
 
@@ -70,6 +71,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         parser.error("--batch and --peer are not for data sets")
     if options.peer and not options.peer_python:
         parser.error("--peer needs --peer-python")
+    if options.peer_python and shutil.which(options.peer_python) is None:
+        parser.error(f"argument --peer-python: no such interpreter: {options.peer_python[:200]!r}")
     return options
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,30 +68,65 @@ def read_trace(path: str | Path, limit: int | None = None, time_scale: float = 1
         for line, record in enumerate(itertools.islice(records, limit), start=1):
             try:
                 rows.append(_row(json.loads(record) if isinstance(record, str) else record))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}: record {line} is not a request ({error!r}): {shown(record)}") from error
+            except KeyError as error:
+                reason = f"it has no {error.args[0]}"
+            except (ValueError, RecursionError) as error:
+                reason = str(error)
+            else:
+                continue
+            raise ValueError(f"{path}: record {line} is not a request: {reason[:200]}: {shown(record)}")
     rows.sort(key=lambda row: row.arrival_s)
     start = rows[0].arrival_s if rows else 0.0
     return [dataclasses.replace(row, arrival_s=(row.arrival_s - start) * time_scale) for row in rows]
 
 
-def _row(record: Mapping[str, Any]) -> TraceRow:
+def _row(record: Any) -> TraceRow:
+    if not isinstance(record, Mapping):
+        raise ValueError("it is no object")
+    hash_ids = None
     if "TIMESTAMP" in record:
-        # Seven decimals are one more than datetime reads.
-        arrived = datetime.datetime.fromisoformat(record["TIMESTAMP"][:26]).replace(tzinfo=datetime.UTC)
-        row = TraceRow(arrived.timestamp(), int(record["ContextTokens"]), int(record["GeneratedTokens"]))
+        arrival_s = _moment_s("TIMESTAMP", record)
+        names = ("ContextTokens", "GeneratedTokens")
     elif "timestamp" in record:
-        names = record.get("hash_ids")
-        hash_ids = None if names is None else tuple(map(int, names))
-        arrival_s = record["timestamp"] / 1000
-        row = TraceRow(arrival_s, int(record["input_length"]), int(record["output_length"]), hash_ids)
-        if hash_ids is not None and len(hash_ids) != -(-row.num_prompt_tokens // MOONCAKE_BLOCK_TOKENS):
-            raise ValueError(f"{len(hash_ids)} hash_ids for {row.num_prompt_tokens} tokens")
+        arrival_s = _number("timestamp", record) / 1000
+        names = ("input_length", "output_length")
+        hash_ids = _hash_ids(record.get("hash_ids"))
     else:
-        row = TraceRow(float(record["arrival_s"]), int(record["prompt_tokens"]), int(record["output_tokens"]))
-    if row.num_prompt_tokens < 1 or row.num_output_tokens < 1:
+        arrival_s = _number("arrival_s", record)
+        names = ("prompt_tokens", "output_tokens")
+    num_prompt, num_output = (int(_number(name, record)) for name in names)
+    if num_prompt < 1 or num_output < 1:
         raise ValueError("a request has at least one token of each kind")
-    return row
+    if hash_ids is not None and len(hash_ids) != -(-num_prompt // MOONCAKE_BLOCK_TOKENS):
+        raise ValueError(f"{len(hash_ids)} hash_ids for {num_prompt} tokens")
+    return TraceRow(arrival_s, num_prompt, num_output, hash_ids)
+
+
+def _number(name: str, record: Mapping[str, Any]) -> float:
+    try:
+        value = float(record[name])
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a number, got {shown(record[name])}")
+    return value
+
+
+def _moment_s(name: str, record: Mapping[str, Any]) -> float:
+    try:
+        # Seven decimals are one more than datetime reads.
+        moment = datetime.datetime.fromisoformat(str(record[name])[:26])
+    except ValueError:
+        raise ValueError(f"{name} must be a date and time, got {shown(record[name])}") from None
+    return moment.replace(tzinfo=datetime.UTC).timestamp()
+
+
+def _hash_ids(names: Any) -> tuple[int, ...] | None:
+    if names is None:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, int) for name in names):
+        raise ValueError(f"hash_ids must be a list of whole numbers, got {shown(names)}")
+    return tuple(names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import ssl
 import time
 import urllib.parse
@@ -22,6 +23,9 @@ from jaxpage.errors import ParameterError, shown
 
 Result = TypeVar("Result")
 OnPiece = Callable[[bytes, float], None]
+CLOSE_TIMEOUT_S = 1.0
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
@@ -103,17 +107,11 @@ class HttpClient:
         insecure: bool = False,
         connect_timeout_s: float = 30,
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https", "unix") or not (parts.hostname or parts.scheme == "unix"):
-            raise ParameterError("url", f"must be http://HOST[:PORT], https://... or unix:PATH, got {shown(url)}")
-        try:
-            port = parts.port
-        except ValueError:
-            raise ParameterError("url", f"has no valid port: {shown(url)}") from None
+        parts = check_url("url", url)
         self._is_unix = parts.scheme == "unix"
         self._host, self._path = parts.hostname or "localhost", parts.path if self._is_unix else parts.path.rstrip("/")
         self._ssl = ssl_context(insecure) if parts.scheme == "https" else None
-        self._port = port or (443 if self._ssl else 80)
+        self._port = parts.port or (443 if self._ssl else 80)
         fixed = {"host": parts.netloc.rpartition("@")[2] or "localhost", **(headers or {})}
         self._head = "".join(f"{name}: {_checked_header(name, value)}\r\n" for name, value in fixed.items())
         self._connect_timeout_s = connect_timeout_s
@@ -189,11 +187,12 @@ class HttpClient:
         return connection
 
     async def close(self) -> None:
-        """Closes what is idle."""
-        for connection in self._idle:
+        """Closes what is idle, and waits until it is: TLS says good-bye first."""
+        closing, self._idle[:] = list(self._idle), []
+        for connection in closing:
             connection.close()
-        self._idle.clear()
-        await asyncio.sleep(0)  # transports close in the loop's next round
+        if closing:
+            await asyncio.wait([connection.lost for connection in closing], timeout=CLOSE_TIMEOUT_S)
 
     async def __aenter__(self) -> HttpClient:
         return self
@@ -207,7 +206,11 @@ class _ConnectionGone(ServerError):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; one exchange at a time."""
+    """One connection; one exchange at a time.
+
+    Attributes:
+        lost: is done once the connection is closed.
+    """
 
     def __init__(self) -> None:
         self._transport: Any = None
@@ -218,6 +221,7 @@ class _Connection(asyncio.Protocol):
         self._on_piece: OnPiece | None = None
         self._has_begun = self._is_complete = self._keeps_alive = False
         self._now = 0.0
+        self.lost = asyncio.get_running_loop().create_future()
 
     async def exchange(self, message: bytes, on_piece: OnPiece | None) -> Response:
         if self._transport.is_closing():
@@ -259,6 +263,7 @@ class _Connection(asyncio.Protocol):
             self._fail(cause if isinstance(cause, Exception) else ServerError(f"the answer is not HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set_result(None)
         if self._done is None or self._done.done():
             return
         if not self._has_begun:
@@ -294,6 +299,23 @@ class _Connection(asyncio.Protocol):
         self.close()
 
 
+def check_url(name: str, url: str) -> urllib.parse.SplitResult:
+    """The parts of a server's address; raises ParameterError under ``name`` if it is none."""
+    wrong = ParameterError(name, f"must be http://HOST[:PORT], https://... or unix:PATH, got {shown(url)}")
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError:
+        raise wrong from None
+    is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and re.fullmatch("[!-~]+", url)
+    if not is_http and not (parts.scheme == "unix" and parts.path):
+        raise wrong
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ParameterError(name, f"has no valid port: {shown(url)}") from None
+    return parts
+
+
 def ssl_context(insecure: bool) -> ssl.SSLContext:
     """The system's certificates, or none at all."""
     context = ssl.create_default_context()
@@ -304,12 +326,18 @@ def ssl_context(insecure: bool) -> ssl.SSLContext:
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header for a key; without one, for what ``$OPENAI_API_KEY`` holds."""
+    """The header for a key; without one, for what ``$OPENAI_API_KEY`` holds.
+
+    Raises:
+        ParameterError: for a key that no header can hold; the message does not show it.
+    """
     key = api_key or os.environ.get("OPENAI_API_KEY")
+    if key and not all("!" <= letter <= "~" for letter in key):
+        raise ParameterError("api_key", "must be visible ASCII characters (nor may $OPENAI_API_KEY hold others)")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _checked_header(name: str, value: str) -> str:
-    if any(letter in name + value for letter in "\r\n\0") or not name or ":" in name:
+    if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
         raise ParameterError("header", f"is not valid: {shown(f'{name}: {value}')}")
     return value

@@ -8,7 +8,8 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
-from jaxpage.request import RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
+from jaxpage.console import check_text
+from jaxpage.params import RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling values that a checkpoint may recommend."""
@@ -35,8 +36,14 @@ def add_sampling_flags(group: Any, max_tokens: int | None) -> None:
 
 
 def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling values that stand on the command line, under the API's names."""
+    """The sampling values that stand on the command line, under the API's names.
+
+    Raises:
+        ParameterError: for text that is none.
+    """
     names = ("max_tokens", "temperature", "top_p", "top_k", "stop")
+    for text in options.stop or ():
+        check_text("stop", text)
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 

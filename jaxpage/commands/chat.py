@@ -26,9 +26,9 @@ from jaxpage.commands.answering import (
 )
 from jaxpage.config import AsyncEngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
-from jaxpage.console import fail, flag_error, show_log
+from jaxpage.console import check_text, fail, read_input_as_utf8, show_log
 from jaxpage.errors import EngineDeadError, ParameterError, StartupError
-from jaxpage.request import TokensPrompt
+from jaxpage.params import TokensPrompt
 
 Message = dict[str, str]
 PROMPT = "> "
@@ -52,6 +52,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     group = parser.add_argument_group("conversation")
     group.add_argument("--url", metavar="URL", help="of a running server, such as http://127.0.0.1:8000")
     group.add_argument("--api-key", metavar="KEY", help="for --url (default: $OPENAI_API_KEY)")
+    group.add_argument("--insecure", action="store_true", help="do not check the certificate of --url")
     group.add_argument("--system-prompt", metavar="TEXT", help="system message")
     group.add_argument("-q", "--quick", metavar="TEXT", help="say this, print the answer and end")
     add_sampling_flags(group, max_tokens=None)
@@ -132,6 +133,11 @@ class Conversation:
 
     def take(self, line: str) -> bool:
         """Obeys or answers one line; False ends the conversation."""
+        try:
+            check_text("input", line)
+        except ParameterError as error:
+            self._failed(error)
+            return True
         command, _, rest = line.strip().partition(" ")
         if command == "/exit":
             return False
@@ -157,13 +163,16 @@ class Conversation:
         except KeyboardInterrupt:
             pass  # what was said until then is part of the conversation
         except (ServerError, ValueError, EngineDeadError) as error:
-            self.num_failures += 1
-            fail(error)
+            self._failed(error)
             said.clear()
         if said:
             self.messages.append({"role": "assistant", "content": "".join(said)})
         else:
             self.messages.pop()
+
+    def _failed(self, error: Exception) -> None:
+        self.num_failures += 1
+        fail(error)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.commands.chat") -> int:
@@ -182,10 +191,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.comma
                 conversation.say(options.quick)
             else:
                 converse(conversation)
-    except ParameterError as error:
-        return fail(flag_error(error))
     except (ValueError, OSError, StartupError) as error:
-        return fail(error)
+        return fail(error, options)
     except KeyboardInterrupt:
         return 130
     return 1 if conversation.num_failures else 0
@@ -193,10 +200,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.comma
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ParameterError for values out of range, and for flags without effect."""
+    for name in ("quick", "system_prompt", "model"):
+        check_text(name, getattr(options, name))
+    if options.quick is not None and not options.quick.strip():
+        raise ParameterError("quick", "must not be empty")
     sampling_params({}, given_sampling(options))
     if options.url is None:
-        if options.api_key is not None:
-            raise ParameterError("api_key", "needs --url")
+        for name in ("api_key", "insecure"):
+            if getattr(options, name):
+                raise ParameterError(name, "needs --url")
         return
     for field in dataclasses.fields(AsyncEngineArgs):
         if field.name != "model" and getattr(options, field.name) != field.default:
@@ -208,7 +220,7 @@ def open_partner(options: argparse.Namespace, runner: asyncio.Runner) -> Iterato
     """The server's client, or a loaded model; closed at the end."""
     if options.url is not None:
         url = options.url.rstrip("/").removesuffix("/v1")
-        client = HttpClient(url, authorization(options.api_key))
+        client = HttpClient(url, authorization(options.api_key), insecure=options.insecure)
         try:
             yield ServerPartner(client, options.model, given_sampling(options))
         finally:
@@ -228,6 +240,7 @@ def open_partner(options: argparse.Namespace, runner: asyncio.Runner) -> Iterato
 
 def converse(conversation: Conversation) -> None:
     """Takes line after line from a terminal, which edits and remembers them, or from a pipe."""
+    read_input_as_utf8()
     if not sys.stdin.isatty():
         for line in sys.stdin:
             if not conversation.take(line.removesuffix("\n")):

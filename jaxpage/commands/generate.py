@@ -20,9 +20,9 @@ from jaxpage.commands.answering import (
 )
 from jaxpage.config import AsyncEngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
-from jaxpage.console import fail, flag_error, show_log
+from jaxpage.console import check_text, fail, read_input_as_utf8, show_log
 from jaxpage.errors import EngineDeadError, ParameterError, StartupError
-from jaxpage.request import TextPrompt, TokensPrompt
+from jaxpage.params import TextPrompt, TokensPrompt
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -32,7 +32,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         usage="%(prog)s PROMPT [options]",
         description="Generate text from a prompt and stream it to the terminal.",
     )
-    parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    parser.add_argument("text", metavar="PROMPT", help="the prompt; - reads it from standard input")
     add_config_flag(parser)
     group = parser.add_argument_group("generation")
     add_sampling_flags(group, max_tokens=256)
@@ -58,17 +58,22 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.gener
     try:
         engine_args = AsyncEngineArgs.from_cli_args(options)
         sampling_params({}, given_sampling(options))
+        if options.text == "-":
+            read_input_as_utf8()
+            options.text = sys.stdin.read()
+        check_text("PROMPT", options.text)
     except ParameterError as error:
-        return fail(flag_error(error))
+        return fail(error, options)
+    except KeyboardInterrupt:
+        return 130
     show_log("warning")
     try:
-        prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
         # Imported late, so that --help and wrong options need no jax.
         from jaxpage.engine.async_engine import AsyncLLMEngine
 
         engine = AsyncLLMEngine.from_engine_args(engine_args)
         try:
-            asyncio.run(answer(engine, prompt, options))
+            asyncio.run(answer(engine, options))
         finally:
             engine.shutdown()
     except KeyboardInterrupt:
@@ -78,14 +83,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.gener
         sys.stdout = None
         return 1
     except (ValueError, OSError, StartupError, EngineDeadError) as error:
-        return fail(error)
+        return fail(error, options)
     return 0
 
 
-async def answer(engine: Any, prompt: str, options: argparse.Namespace) -> None:
-    """Prints the answer to ``prompt`` as it comes."""
+async def answer(engine: Any, options: argparse.Namespace) -> None:
+    """Prints the answer as it comes."""
     params = sampling_params(engine.generation_config, given_sampling(options), ignore_eos=options.ignore_eos)
-    built = build_prompt(engine.tokenizer, prompt, options.chat)
+    built = build_prompt(engine.tokenizer, options.text, options.chat)
     await print_pieces(local_pieces(engine, built, params, "generate"), [])
 
 

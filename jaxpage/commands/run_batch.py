@@ -19,11 +19,19 @@ import rich.console
 import rich.progress
 
 from jaxpage.commands.asgi import AppClient
-from jaxpage.commands.batch_file import BadLine, BatchRequest, ResultWriter, read_requests, result_id, take_up
+from jaxpage.commands.batch_file import (
+    BadLine,
+    BatchFileError,
+    BatchRequest,
+    ResultWriter,
+    read_requests,
+    result_id,
+    take_up,
+)
 from jaxpage.config import AsyncEngineArgs, EngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
-from jaxpage.console import fail, flag_error, show_log
-from jaxpage.errors import EngineDeadError, ParameterError, StartupError
+from jaxpage.console import fail, show_log
+from jaxpage.errors import EngineDeadError, ParameterError, StartupError, unusable_file
 from jaxpage.server.chat_cli import add_chat_args
 from jaxpage.server.cli import number
 from jaxpage.server.options import ServerOptions
@@ -72,22 +80,37 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.comma
         engine_args = AsyncEngineArgs.from_cli_args(options)
         if source.absolute() == target.absolute():
             raise ParameterError("output_file", "must not be the input file")
-        requests, bad = read_requests(source)
-        answered = take_up(target, (request.custom_id for request in requests))
+        requests, bad = _read(source)
+        answered = _taken_up(target, requests)
         todo = [request for request in requests if request.custom_id not in answered]
         with ResultWriter(target) as writer:
             writer.write(line.result() for line in bad)
             statuses = _answer_all(engine_args, options, todo, writer) if todo else Counter()
-    except ParameterError as error:
-        return fail(flag_error(error))
-    except OSError as error:
-        return fail(f"{error.filename}: {error.strerror}" if error.filename else error)
-    except (ValueError, StartupError, EngineDeadError) as error:
-        return fail(error)
+    except (ValueError, OSError, StartupError, EngineDeadError) as error:
+        return fail(error, options)
     except KeyboardInterrupt:
         print(f"jaxpage: stopped; the same command goes on with {target}", file=sys.stderr)
         return 130
     return _report(statuses, bad, len(answered), target)
+
+
+def _read(source: Path) -> tuple[list[BatchRequest], list[BadLine]]:
+    try:
+        return read_requests(source)
+    except (OSError, ValueError) as error:
+        raise unusable_file("input_file", source, error) from None
+
+
+def _taken_up(target: Path, requests: list[BatchRequest]) -> set[str]:
+    """The requests answered already; the file is known to be writable then."""
+    try:
+        answered = take_up(target, (request.custom_id for request in requests))
+        target.open("ab").close()
+    except BatchFileError as error:
+        raise ParameterError("output_file", str(error)) from None
+    except (OSError, ValueError) as error:
+        raise unusable_file("output_file", target, error) from None
+    return answered
 
 
 def _answer_all(

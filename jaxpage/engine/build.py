@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,18 +17,28 @@ import rich.progress
 from jaxpage.batch import Device
 from jaxpage.config import EngineArgs, EngineConfig, resolve
 from jaxpage.engine.core import EngineCore
+from jaxpage.engine.tokenizer_source import open_tokenizer_source
 from jaxpage.errors import StartupError
 from jaxpage.kv.manager import KVCacheManager
 from jaxpage.models.config import ModelConfig
+from jaxpage.models.decoder import Params
 from jaxpage.models.registry import build_config
+from jaxpage.models.weight_map import ParamSpec, repeat_kv_heads
+from jaxpage.parallel.hosts import agree_on, call_leader, join
+from jaxpage.parallel.pipeline import Stage, split_layers, stage_specs
+from jaxpage.parallel.placement import Placement
+from jaxpage.parallel.sharding import choose_layout, kv_repeats
+from jaxpage.runner.group import LeadingWorker, follow
 from jaxpage.runner.memory import gib
+from jaxpage.runner.programs import StagePrograms
 from jaxpage.runner.runner import Runner
+from jaxpage.runner.worker import StageWorker, Worker
 from jaxpage.scheduler.preemption import PreemptionPolicy
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.tokenizer import Tokenizer
 from jaxpage.weights.builtin import cache_directory
 from jaxpage.weights.loader import dummy_params, load_params
-from jaxpage.weights.source import open_checkpoint, resolve_model
+from jaxpage.weights.source import Checkpoint, OrbaxCheckpoint, open_checkpoint, resolve_model
 from pallas_kernels import QuantizedWeight
 
 logger = logging.getLogger("jaxpage")
@@ -45,48 +55,33 @@ class LoadedEngine:
     generation_config: dict[str, Any]
 
 
-def build(args: EngineArgs) -> LoadedEngine:
-    """Loads, compiles and warms up. Takes seconds, and shows what it does.
+def build(args: EngineArgs, devices: Sequence[Device] | None = None) -> LoadedEngine:
+    """Loads, compiles and warms up one engine. Takes seconds, and shows what it does.
+
+    Args:
+        devices: where; None: as many of this process's as the options ask for.
 
     Raises:
         ValueError, StartupError: in one line, for anything that keeps the engine from starting.
     """
-    try:
-        return _build(args)
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise StartupError(f"not enough memory: {str(error).splitlines()[0] if str(error) else error!r}") from error
-        raise
-
-
-def _build(args: EngineArgs) -> LoadedEngine:
-    configure_jax()
     started = time.monotonic()
-    device = jax.local_devices()[0]
-    is_dummy = args.load_format == "dummy"
-    checkpoint = open_checkpoint(resolve_model(args.model, args.revision), needs_weights=not is_dummy)
-    model, specs = build_config(checkpoint.config, checkpoint.generation_config)
-    config = resolve(args, model_max_len=model.max_position, vocab_size=model.vocab_size, platform=_platform(device))
-    tokenizer_source = checkpoint if args.tokenizer is None else open_tokenizer_source(args.tokenizer)
-    tokenizer = tokenizer_source.load_tokenizer()
-    with StartupProgress() as progress:
-        if is_dummy:
-            params = dummy_params(model, specs, config.dtype, device, args.seed, config.quantization)
-        else:
-            params = load_params(checkpoint, model, specs, config.dtype, device, progress, config.quantization)
-        weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        logger.info(
-            "Loaded %s (%s, %d layers, %s of %s weights) on %s in %.1f s",
-            args.model, model.model_type, model.num_layers, gib(weight_bytes),
-            " and ".join(filter(None, (config.dtype, config.quantization))), device.device_kind,
-            time.monotonic() - started,
-        )  # fmt: skip
-        runner = Runner(args, model, config, params, device, progress)
+    if not join_hosts(args):
+        raise StartupError(
+            f"process {jax.process_index()} of {jax.process_count()} follows: run python -m jaxpage.serve there, with "
+            "the options of process 0"
+        )
+    # One of its own comes first: nobody should load a model for a minute to learn that its tokenizer is not there.
+    own_tokenizer = None if args.tokenizer is None else open_tokenizer_source(args.tokenizer).load_tokenizer()
+    half = build_device_half(args, devices)
+    worker, model, config = half.worker, half.model, half.config
+    tokenizer = own_tokenizer or half.checkpoint.load_tokenizer()
+    if isinstance(worker, LeadingWorker):
+        worker.lead()
     kv = KVCacheManager(
-        runner.plan.num_blocks,
+        worker.plan.num_blocks,
         config.block_size,
         config.enable_prefix_caching,
-        num_host_blocks=runner.num_host_blocks,
+        num_host_blocks=worker.num_host_blocks,
         model=args.model,
     )
     scheduler = Scheduler(
@@ -97,10 +92,173 @@ def _build(args: EngineArgs) -> LoadedEngine:
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
-        preemption=preemption_policy(config.preemption_mode, params, runner.plan.bytes_per_block, _platform(device)),
+        preemption=preemption_policy(
+            config.preemption_mode,
+            [stage.params for stage in worker.stages],
+            worker.plan.bytes_per_block,
+            _platform(worker.stages[0].programs.placement.first_device),
+        ),
+        num_stages=len(worker.stages),
     )
     logger.info("Ready in %.1f s", time.monotonic() - started)
-    return LoadedEngine(EngineCore(scheduler, runner), model, config, tokenizer, checkpoint.generation_config)
+    core = EngineCore(scheduler, Runner(worker, model, config))
+    return LoadedEngine(core, model, config, tokenizer, half.checkpoint.generation_config)
+
+
+def join_hosts(args: EngineArgs) -> bool:
+    """Joins the other processes of the engine, if it has several; True if this one leads, or is alone.
+
+    Raises:
+        StartupError: if the others are not there, or were started with other options.
+    """
+    num_processes = join(args.coordinator, args.num_processes, args.process_id)
+    configure_jax(args, num_processes)
+    if num_processes == 1:
+        return True
+    if args.data_parallel_size > 1:
+        raise StartupError("data_parallel_size: an engine that spans several hosts is one; start others beside it")
+    own = [
+        f"{field.name} {getattr(args, field.name)}"
+        for field in dataclasses.fields(args)
+        if field.name not in OWN_OPTIONS
+    ]
+    theirs = agree_on("options", "\n".join(own)).split("\n")
+    if differing := sorted(set(own) - set(theirs)):
+        raise StartupError(f"the leading host was started with another {differing[0].split()[0]} than this one's")
+    return jax.process_index() == 0
+
+
+OWN_OPTIONS = {
+    "coordinator",
+    "process_id",
+    "model",
+    "tokenizer",
+    "served_model_name",
+    "disable_log_stats",
+    "enable_log_requests",
+}
+"""Options in which hosts may differ: where files are, and what only the leader does."""
+
+
+def follow_leader(args: EngineArgs) -> None:
+    """Loads, and does what the leading process says until that ends. ``join_hosts`` comes first.
+
+    Raises:
+        ValueError, StartupError: in one line, for anything that keeps the engine from starting.
+    """
+    worker = build_device_half(args).worker
+    line = call_leader()
+    logger.info("Following the leading host as process %d of %d", jax.process_index(), jax.process_count())
+    follow(worker, line)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceHalf:
+    """What every process of an engine has."""
+
+    worker: Worker
+    model: ModelConfig
+    config: EngineConfig
+    checkpoint: Checkpoint | OrbaxCheckpoint
+
+
+def build_device_half(args: EngineArgs, devices: Sequence[Device] | None = None) -> DeviceHalf:
+    """Reads the weights onto ``devices``, compiles and warms up; see ``build``."""
+    try:
+        return _build_device_half(args, devices)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise StartupError(f"not enough memory: {str(error).splitlines()[0] if str(error) else error!r}") from error
+        raise
+
+
+def _build_device_half(args: EngineArgs, devices: Sequence[Device] | None) -> DeviceHalf:
+    started = time.monotonic()
+    devices = take_devices(args) if devices is None else devices
+    checkpoint = open_checkpoint(resolve_model(args.model, args.revision), needs_weights=args.load_format != "dummy")
+    model, specs = build_config(checkpoint.config, checkpoint.generation_config)
+    config = resolve(
+        args, model_max_len=model.max_position, vocab_size=model.vocab_size, platform=_platform(devices[0])
+    )
+    config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    model, specs, placements = place(args, model, specs, devices)
+    with StartupProgress() as progress:
+        stages = []
+        for stage, placement in placements:
+            programs = StagePrograms(model, config, placement, stage)
+            is_here = placement.is_here
+            params = _load_stage(args, checkpoint, programs, specs, stage, progress) if is_here else {}
+            stages.append(StageWorker(programs, params))
+        weights = [stage.params for stage in stages]
+        logger.info(
+            "Loaded %s (%s, %d layers, %s of %s weights) on %s in %.1f s",
+            args.model, model.model_type, model.num_layers,
+            gib(sum(leaf.nbytes for leaf in jax.tree.leaves(weights))),
+            " and ".join(filter(None, (config.dtype, config.quantization))), _shown_devices(devices),
+            time.monotonic() - started,
+        )  # fmt: skip
+        leads = jax.process_count() > 1 and jax.process_index() == 0
+        worker = (LeadingWorker if leads else Worker)(args, config, stages, progress)
+    return DeviceHalf(worker, model, config, checkpoint)
+
+
+def take_devices(args: EngineArgs) -> list[Device]:
+    """The devices of one engine: the first of this process, or as many of each process.
+
+    Raises:
+        StartupError: with the numbers, if there are fewer.
+    """
+    each = args.num_devices // jax.process_count()
+    by_process: dict[int, list[Device]] = {}
+    for device in jax.devices() if jax.process_count() > 1 else jax.local_devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    for process_id, here in by_process.items():
+        if each > len(here) or each * len(by_process) != args.num_devices:
+            where = f"process {process_id} of {len(by_process)} has" if len(by_process) > 1 else "here are"
+            raise StartupError(
+                f"tensor_parallel_size {args.tensor_parallel_size} and pipeline_parallel_size "
+                f"{args.pipeline_parallel_size} need {args.num_devices} devices, {where} {_shown_devices(here)}"
+            )
+    return [device for here in by_process.values() for device in here[:each]]
+
+
+def place(
+    args: EngineArgs, model: ModelConfig, specs: Sequence[ParamSpec], devices: Sequence[Device]
+) -> tuple[ModelConfig, list[ParamSpec], list[tuple[Stage, Placement]]]:
+    """The stages of a model and where each is; and the model as its devices see it.
+
+    Raises:
+        ParameterError: the model cannot be split like that; with the numbers.
+    """
+    layout = choose_layout(args, model, devices)
+    model, specs = repeat_kv_heads(model, specs, kv_repeats(layout, model))
+    stages = split_layers(model.num_layers, args.pipeline_parallel_size, args.num_stage_layers)
+    placements = []
+    for stage in stages:
+        part = layout.stage(stage.index)
+        alone = part.mesh.size == 1
+        placements.append((stage, Placement(device=part.mesh.devices.flat[0]) if alone else Placement(layout=part)))
+    return model, list(specs), placements
+
+
+def _load_stage(
+    args: EngineArgs,
+    checkpoint: Checkpoint | OrbaxCheckpoint,
+    programs: StagePrograms,
+    specs: Sequence[ParamSpec],
+    stage: Stage,
+    progress: Callable[[str, int, int], None],
+) -> Params:
+    config, model, placement = programs.config, programs.model, programs.placement
+    own = stage_specs(specs, stage, model.tied_embeddings)
+    if args.load_format == "dummy":
+        return dummy_params(model, own, config.dtype, placement, args.seed, config.quantization)
+    return load_params(checkpoint, model, own, config.dtype, placement, progress, config.quantization, all_specs=specs)
+
+
+def _shown_devices(devices: Sequence[Device]) -> str:
+    kind = devices[0].device_kind
+    return kind if len(devices) == 1 else f"{len(devices)} x {kind}"
 
 
 RATES = {"cpu": (1e11, 4e9), "gpu": (2e14, 2e10), "tpu": (2e14, 1e10)}
@@ -116,28 +274,20 @@ def preemption_policy(mode: str, params: Any, bytes_per_block: int, platform: st
     return PreemptionPolicy(mode, 2 * num_params / operations_per_s, bytes_per_block / bytes_per_s)
 
 
-def open_tokenizer_source(path: str) -> Any:
-    """A tokenizer that lives apart from the weights: a directory or a GGUF file."""
-    try:
-        source = resolve_model(path)
-    except ValueError as error:
-        raise StartupError(f"tokenizer: {error}") from error
-    if source.is_dir():
-        return _TokenizerDirectory(source)
-    return open_checkpoint(source)
+def configure_jax(args: EngineArgs | None = None, num_processes: int = 1) -> None:
+    """Process-wide settings: full float32 products, and compiled programs kept on disk for the next start.
 
+    A CPU stands for as many devices as ``args`` asks for, unless jax has begun to use it.
 
-@dataclasses.dataclass(frozen=True)
-class _TokenizerDirectory:
-    path: Path
-
-    def load_tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_directory(self.path)
-
-
-def configure_jax() -> None:
-    """Process-wide settings: full float32 products, and compiled programs kept on disk for the next start."""
+    Args:
+        num_processes: that share the devices of the engine.
+    """
     jax.config.update("jax_default_matmul_precision", "highest")
+    if args is not None and (args.num_devices > 1 or args.data_parallel_size > 1):
+        needed = -(-args.num_devices * args.data_parallel_size // num_processes)
+        with contextlib.suppress(RuntimeError):
+            present = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.update("jax_num_cpu_devices", max(needed, present))
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         try:
             directory = cache_directory() / "xla"

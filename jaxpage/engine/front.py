@@ -14,25 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from jaxpage.batch import Device
 from jaxpage.config import RECOMMENDED_VALUES, EngineArgs
 from jaxpage.engine.build import build
 from jaxpage.engine.core import SearchOutput, TokenOutput
+from jaxpage.engine.facts import EngineFacts
 from jaxpage.engine.intake import Intake, Params, Prompt
 from jaxpage.engine.meter import Meter, PromptLife
 from jaxpage.engine.rendering import Renderer, Sample, completion
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import (
-    BeamSearchParams,
-    CompletionOutput,
-    EmbeddingOutput,
-    FinishReason,
-    LogprobDict,
-    PoolingParams,
-    Request,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-)
+from jaxpage.grammar import ConstraintBuilder
+from jaxpage.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from jaxpage.request import CompletionOutput, EmbeddingOutput, FinishReason, LogprobDict, Request, RequestOutput
 from jaxpage.scheduler.beam import BeamSearch
 from jaxpage.scheduler.group import RequestGroup
 from jaxpage.tokenizer import Tokenizer
@@ -86,20 +79,31 @@ class PoolingState:
 class Engine:
     """A loaded model with its queue."""
 
-    def __init__(self, args: EngineArgs) -> None:
-        loaded = build(args)
+    def __init__(
+        self, args: EngineArgs, devices: Sequence[Device] | None = None, constraints: ConstraintBuilder | None = None
+    ) -> None:
+        """Loads and warms up on ``devices`` (see ``build``); ``constraints`` are those of an engine with this model."""
+        loaded = build(args, devices)
         self.args = args
         self.core = loaded.core
         self.model = loaded.model
         self.config = loaded.config
         self.tokenizer: Tokenizer = loaded.tokenizer
         recommended = _usable(loaded.generation_config, args.generation_config == "auto")
-        self.generation_config: dict[str, Any] = recommended | dict(args.override_generation_config or {})
+        self.facts = EngineFacts(
+            vocab_size=self.model.vocab_size,
+            hidden_size=self.model.hidden_size,
+            end_token_ids=tuple(self.model.end_token_ids),
+            config=self.config,
+            max_logprobs=args.max_logprobs,
+            num_usable_blocks=self.core.scheduler.kv.pool.num_usable,
+            generation_config=recommended | dict(args.override_generation_config or {}),
+        )
         self._prompts: dict[str, PromptState] = {}
         self._samples: dict[Request, tuple[PromptState, Sample]] = {}
         self._searches: dict[str, SearchState] = {}
         self._poolings: dict[str, PoolingState] = {}
-        self._intake = Intake(self.tokenizer, self.model, self.config, args.max_logprobs, self.core.scheduler)
+        self.intake = Intake(self.tokenizer, self.facts, constraints)
         self._renderer = Renderer(self.tokenizer)
         self._seeds = random.Random(args.seed)
         self._meter = Meter(self.core, self.config)
@@ -110,24 +114,28 @@ class Engine:
         return self.core.has_work
 
     @property
+    def generation_config(self) -> dict[str, Any]:
+        """Recommended sampling values, the options' over the checkpoint's."""
+        return self.facts.generation_config
+
+    @property
     def num_unfinished(self) -> int:
         """Prompts that have not ended."""
         return len(self._prompts) + len(self._searches) + len(self._poolings)
 
     def default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's own recommendation, with the usual defaults for what it leaves open."""
-        recommended = self.generation_config
-        return SamplingParams(**{name: recommended[name] for name in RECOMMENDED_VALUES if name in recommended})
+        """See ``Intake.default_sampling_params``."""
+        return self.intake.default_sampling_params()
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """See ``Intake.tokenize``."""
-        return self._intake.tokenize(prompt)
+        return self.intake.tokenize(prompt)
 
     def check(
         self, prompt_token_ids: Sequence[int], params: Params, priority: int = 0, cache_salt: str | None = None
     ) -> None:
         """See ``Intake.check``."""
-        self._intake.check(prompt_token_ids, params, priority, cache_salt)
+        self.intake.check(prompt_token_ids, params, priority, cache_salt)
 
     def add(
         self,
@@ -160,7 +168,7 @@ class Engine:
         room = self.config.max_model_len - len(prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if isinstance(params, BeamSearchParams):
-            search = BeamSearch(params, max_tokens, self._intake.end_ids(params), self.model.vocab_size)
+            search = BeamSearch(params, max_tokens, self.intake.end_ids(params), self.model.vocab_size)
             request = Request(request_id, prompt_token_ids, _BEAM_SAMPLING, max_tokens, cache_salt=cache_salt)
             group = self.core.add(request, priority=priority, search=search)
             life = self._meter.arrived(group, params.beam_width, max_tokens, arrival_s)
@@ -169,7 +177,7 @@ class Engine:
             )
             return
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        constraint = self._intake.constraints.build(params)
+        constraint = self.intake.constraints.build(params)
         samples: list[Sample] = []
         for index in range(params.n):
             request = Request(
@@ -179,7 +187,7 @@ class Engine:
                 max_tokens=max_tokens,
                 seed=seed,
                 sample_index=index,
-                end_token_ids=self._intake.end_ids(params),
+                end_token_ids=self.intake.end_ids(params),
                 cache_salt=cache_salt,
                 constraint=None if constraint is None else constraint.fork(),
             )

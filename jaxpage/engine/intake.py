@@ -7,21 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxpage.config import EngineConfig
+from jaxpage.checks import check_cache_salt, check_int, check_token_ids
+from jaxpage.config import RECOMMENDED_VALUES
+from jaxpage.engine.facts import EngineFacts
 from jaxpage.errors import ParameterError, shown
 from jaxpage.grammar import ConstraintBuilder
-from jaxpage.models.config import ModelConfig
-from jaxpage.request import (
-    BeamSearchParams,
-    PoolingParams,
-    SamplingParams,
-    TextPrompt,
-    TokensPrompt,
-    check_cache_salt,
-    check_int,
-    check_token_ids,
-)
-from jaxpage.scheduler.scheduler import Scheduler
+from jaxpage.params import BeamSearchParams, PoolingParams, SamplingParams, TextPrompt, TokensPrompt
 from jaxpage.tokenizer import Tokenizer
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
@@ -32,33 +23,33 @@ class Intake:
     """Checks requests for one model.
 
     Attributes:
-        constraints: compiles grammars and banned words.
+        constraints: compiles grammars and banned words; given where several engines have the same model.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, model: ModelConfig, config: EngineConfig, max_logprobs: int, scheduler: Scheduler
-    ) -> None:
-        """``scheduler`` knows what the pool can ever hold; ``max_logprobs`` -1 allows the whole vocabulary."""
-        self._tokenizer, self._model, self._config = tokenizer, model, config
-        self._max_logprobs = max_logprobs
-        self._scheduler = scheduler
-        self.constraints = ConstraintBuilder(tokenizer, model.vocab_size, tuple(model.end_token_ids))
+    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts, constraints: ConstraintBuilder | None = None) -> None:
+        self.tokenizer, self.facts, self._config = tokenizer, facts, facts.config
+        self.constraints = constraints or ConstraintBuilder(tokenizer, facts.vocab_size, facts.end_token_ids)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's own recommendation, with the usual defaults for what it leaves open."""
+        recommended = self.facts.generation_config
+        return SamplingParams(**{name: recommended[name] for name in RECOMMENDED_VALUES if name in recommended})
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text, if there is one, and the ids of a prompt."""
         if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode(prompt)
+            return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, dict) and ("prompt" in prompt or "prompt_token_ids" in prompt):
             for name in prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
                 raise ParameterError("prompt", f"the key {shown(name)} is not supported")
         if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
-            ids = check_token_ids("prompt_token_ids", prompt["prompt_token_ids"], self._model.vocab_size)
+            ids = check_token_ids("prompt_token_ids", prompt["prompt_token_ids"], self.facts.vocab_size)
             text = prompt.get("prompt")
             return text if isinstance(text, str) else None, ids
         if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
-            return prompt["prompt"], self._tokenizer.encode(prompt["prompt"])
+            return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
         if isinstance(prompt, list):
-            return None, check_token_ids("prompt", prompt, self._model.vocab_size)
+            return None, check_token_ids("prompt", prompt, self.facts.vocab_size)
         raise ParameterError("prompt", f"must be text, token ids or a dict of either, got {shown(prompt)}")
 
     def check(
@@ -81,29 +72,26 @@ class Intake:
         config, length = self._config, len(prompt_token_ids)
         if length == 0:
             raise ParameterError("prompt", "has no tokens")
-        check_token_ids("prompt_token_ids", prompt_token_ids, self._model.vocab_size)
+        check_token_ids("prompt_token_ids", prompt_token_ids, self.facts.vocab_size)
         generates = not isinstance(params, PoolingParams) and params.max_tokens != 0
         if length + generates > config.max_model_len:
             rest = " and one token must be left to generate" if generates else ""
             raise ParameterError("prompt", f"has {length} tokens; max_model_len is {config.max_model_len}{rest}")
-        if not self._scheduler.fits(length):
-            pool = self._scheduler.kv
+        if self.facts.blocks_for(length) > self.facts.num_usable_blocks:
             raise ParameterError(
                 "prompt",
-                f"has {length} tokens and needs {pool.blocks_for(length)} KV blocks of {pool.block_size}; "
-                f"the whole KV cache has {pool.pool.num_usable}",
+                f"has {length} tokens and needs {self.facts.blocks_for(length)} KV blocks of {config.block_size}; "
+                f"the whole KV cache has {self.facts.num_usable_blocks}",
             )
         if isinstance(params, PoolingParams):
-            if params.dimensions is not None and params.dimensions > self._model.hidden_size:
-                raise ParameterError(
-                    "dimensions", f"{params.dimensions} is above the model's {self._model.hidden_size}"
-                )
+            if params.dimensions is not None and params.dimensions > self.facts.hidden_size:
+                raise ParameterError("dimensions", f"{params.dimensions} is above the model's {self.facts.hidden_size}")
             return
-        params.validate_for(self._model.vocab_size, config.max_model_len, self._max_logprobs)
+        params.validate_for(self.facts.vocab_size, config.max_model_len, self.facts.max_logprobs)
         if isinstance(params, BeamSearchParams):
             self._check_width(params)
             return
-        masked = {*self._model.end_token_ids, *(params.stop_token_ids or ())}
+        masked = {*self.facts.end_token_ids, *(params.stop_token_ids or ())}
         if params.min_tokens and params.allowed_token_ids is not None and masked.issuperset(params.allowed_token_ids):
             raise ParameterError(
                 "allowed_token_ids", "holds nothing but end and stop ids, which min_tokens forbids at the beginning"
@@ -112,7 +100,7 @@ class Intake:
 
     def end_ids(self, params: SamplingParams | BeamSearchParams) -> frozenset[int]:
         """Ids that end a sample by themselves."""
-        own = () if params.ignore_eos else self._model.end_token_ids
+        own = () if params.ignore_eos else self.facts.end_token_ids
         return frozenset((*own, *(params.stop_token_ids or ())))
 
     def _check_width(self, params: BeamSearchParams) -> None:
@@ -122,7 +110,7 @@ class Intake:
                 f"{params.beam_width} is above max_num_seqs {self._config.max_num_seqs}, the rows of a step",
             )
         needed = params.beam_width + len(self.end_ids(params))
-        if min(needed, self._model.vocab_size) > self._config.num_logprobs:
+        if min(needed, self.facts.vocab_size) > self._config.num_logprobs:
             raise ParameterError(
                 "beam_width",
                 f"{params.beam_width} with {needed - params.beam_width} end ids needs max_logprobs {needed} or more, "

@@ -6,26 +6,21 @@ import copy
 import dataclasses
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import rich.progress
 
 from jaxpage.config import EngineArgs
+from jaxpage.engine.async_engine import AsyncLLMEngine
 from jaxpage.engine.front import Engine, Output
 from jaxpage.engine.intake import Prompt, salt_of
+from jaxpage.engine.offline import AsyncDriver, Driver, OfflineJob, SteppedDriver
 from jaxpage.errors import ParameterError, shown
 from jaxpage.kv.manager import KVCacheStats
-from jaxpage.request import (
-    BeamSearchParams,
-    EmbeddingOutput,
-    LogprobDict,
-    PoolingParams,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    TokensPrompt,
-)
+from jaxpage.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams, TokensPrompt
+from jaxpage.request import EmbeddingOutput, LogprobDict, RequestOutput
 from jaxpage.tokenizer import Tokenizer
 
 Params = SamplingParams | BeamSearchParams
@@ -67,16 +62,24 @@ class LLM:
 
     def __init__(self, model: str = EngineArgs.model, **options: Any) -> None:
         """``options`` are the fields of ``EngineArgs``."""
-        self.engine = Engine(EngineArgs(model=model, **options))
+        args = EngineArgs(model=model, **options)
         self._ids = itertools.count()
+        if args.data_parallel_size == 1 and args.data_parallel_backend == "thread":
+            self.engine: Engine | AsyncLLMEngine = Engine(args)
+            self._driver: Driver = SteppedDriver(self.engine)
+        else:
+            self.engine = AsyncLLMEngine.from_engine_args(args)
+            self._driver = AsyncDriver(self.engine)
+            weakref.finalize(self, self.engine.shutdown)
+        self._intake = self._driver.intake
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self.engine.tokenizer
+        return self._intake.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint recommends."""
-        return self.engine.default_sampling_params()
+        return self._intake.default_sampling_params()
 
     def generate(
         self,
@@ -98,7 +101,7 @@ class LLM:
             ParameterError: for a bad prompt or parameter, before anything is generated.
         """
         items = _as_list(prompts)
-        tokenized = [_naming(index, items, self.engine.tokenize, prompt) for index, prompt in enumerate(items)]
+        tokenized = [_naming(index, items, self._intake.tokenize, prompt) for index, prompt in enumerate(items)]
         if priority is None:
             priority = [0] * len(items)
         if not isinstance(priority, Sequence) or isinstance(priority, str):
@@ -106,7 +109,7 @@ class LLM:
         if len(priority) != len(items):
             raise ParameterError("priority", f"has {len(priority)} entries for {len(items)} prompts")
         jobs = [
-            _Job(str(next(self._ids)), text, ids, each, place, salt_of(prompt))
+            OfflineJob(str(next(self._ids)), text, ids, each, place, salt_of(prompt))
             for prompt, (text, ids), each, place in zip(
                 items, tokenized, self._params_for(sampling_params, len(items)), priority, strict=True
             )
@@ -154,7 +157,7 @@ class LLM:
         conversations: Any = [messages] if isinstance(messages[0], dict) else messages
         prompts: list[Prompt] = [
             TokensPrompt(
-                prompt_token_ids=self.engine.tokenizer.encode_chat(
+                prompt_token_ids=self._intake.tokenizer.encode_chat(
                     list(conversation),
                     tools=tools,
                     chat_template=chat_template,
@@ -182,20 +185,20 @@ class LLM:
         if not isinstance(params, PoolingParams):
             raise ParameterError("pooling_params", f"must be PoolingParams, got {shown(pooling_params)}")
         items = _as_list(prompts)
-        tokenized = [_naming(index, items, self.engine.tokenize, prompt) for index, prompt in enumerate(items)]
+        tokenized = [_naming(index, items, self._intake.tokenize, prompt) for index, prompt in enumerate(items)]
         jobs = [
-            _Job(str(next(self._ids)), text, ids, params, 0, salt_of(prompt))
+            OfflineJob(str(next(self._ids)), text, ids, params, 0, salt_of(prompt))
             for prompt, (text, ids) in zip(items, tokenized, strict=True)
         ]
         return cast(list[EmbeddingOutput], self._run(jobs, use_tqdm))
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
-        self.engine.core.scheduler.kv.reset_prefix_cache()
+        self._driver.reset_prefix_cache()
 
     def kv_cache_stats(self) -> KVCacheStats:
         """What the KV cache holds now, and what has happened in it since the start."""
-        return self.engine.core.scheduler.kv_cache_stats()
+        return self._driver.kv_cache_stats()
 
     def _params_for(self, given: Params | Sequence[Params] | None, count: int) -> list[Params]:
         if given is None:
@@ -210,44 +213,21 @@ class LLM:
             raise ParameterError("sampling_params", f"has {len(given)} entries for {count} prompts")
         return list(given)
 
-    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[Any]:
-        engine = self.engine
+    def _run(self, jobs: list[OfflineJob], use_tqdm: bool) -> list[Any]:
         for index, job in enumerate(jobs):
-            _naming(index, jobs, engine.check, job.token_ids, job.params, job.priority, job.cache_salt)
+            _naming(index, jobs, self._intake.check, job.token_ids, job.params, job.priority, job.cache_salt)
         done: dict[str, Output] = {}
-        try:
-            for job in jobs:
-                engine.add(
-                    job.request_id,
-                    job.token_ids,
-                    _final_only(job.params),
-                    prompt=job.text,
-                    cache_salt=job.cache_salt,
-                    priority=job.priority,
-                )
-            # On a terminal only: elsewhere the bar would leave stray lines.
-            with rich.progress.Progress(transient=True, disable=not (use_tqdm and sys.stdout.isatty())) as bar:
-                task = bar.add_task("generating", total=len(jobs))
-                while engine.has_work:
-                    for output in engine.step():
-                        done[output.request_id] = output
-                        bar.advance(task)
-        finally:
-            for job in jobs:  # after an interruption the engine must be free for the next call
-                engine.abort(job.request_id)
+        final = [dataclasses.replace(job, params=_final_only(job.params)) for job in jobs]
+        # On a terminal only: elsewhere the bar would leave stray lines.
+        with rich.progress.Progress(transient=True, disable=not (use_tqdm and sys.stdout.isatty())) as bar:
+            task = bar.add_task("generating", total=len(jobs))
+
+            def take(output: Output) -> None:
+                done[output.request_id] = output
+                bar.advance(task)
+
+            self._driver.run(final, take)
         return [done[job.request_id] for job in jobs]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
-    """One prompt of a call."""
-
-    request_id: str
-    text: str | None
-    token_ids: list[int]
-    params: Params | PoolingParams
-    priority: int
-    cache_salt: str | None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -9,15 +9,8 @@ import dataclasses
 
 from jaxpage.engine.core import TokenScores
 from jaxpage.engine.meter import SampleLife
-from jaxpage.request import (
-    BeamSearchParams,
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    LogprobDict,
-    Request,
-    SamplingParams,
-)
+from jaxpage.params import BeamSearchParams, SamplingParams
+from jaxpage.request import CompletionOutput, FinishReason, Logprob, LogprobDict, Request
 from jaxpage.scheduler.beam import Beam
 from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
 

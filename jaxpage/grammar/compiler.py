@@ -18,7 +18,7 @@ from jaxpage.errors import ParameterError
 from jaxpage.grammar import vocabulary
 from jaxpage.grammar.grammar_text import grammar_text, name_of, reason_of, source_of
 from jaxpage.grammar.trial import LIMITS, tried
-from jaxpage.request import StructuredOutputsParams
+from jaxpage.params import StructuredOutputsParams
 from jaxpage.tokenizer import Tokenizer
 
 CACHE_SIZE = 256

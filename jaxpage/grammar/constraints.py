@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from jaxpage.errors import ParameterError, shown
+from jaxpage.errors import ConflictError, ParameterError, shown
 from jaxpage.grammar.bad_words import BadWords
 from jaxpage.grammar.compiler import CompiledGrammar, GrammarCompiler
-from jaxpage.request import SamplingParams, StructuredOutputsParams, TokenConstraint
+from jaxpage.params import SamplingParams, StructuredOutputsParams
+from jaxpage.request import TokenConstraint
 from jaxpage.tokenizer import Tokenizer
 
 
@@ -35,9 +36,7 @@ class ConstraintBuilder:
             neutrals = {"ignore_eos": False, "min_tokens": 0, "allowed_token_ids": None, "bad_words": []}
             for name, neutral in neutrals.items():
                 if getattr(params, name) != neutral:
-                    raise ParameterError(
-                        name, f"cannot be combined with structured_outputs, got {shown(getattr(params, name))}"
-                    )
+                    raise ConflictError(name, getattr(params, name), "structured_outputs")
             self._grammar(params.structured_outputs)
         for word in params.bad_words or ():
             if not self._tokenizer.encode(word, add_special_tokens=False):

@@ -11,17 +11,27 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxpage.errors import ParameterError
 from jaxpage.grammar.json_schema import normalized
-from jaxpage.grammar.schema_keywords import SchemaError
-from jaxpage.request import StructuredOutputsParams
+from jaxpage.grammar.schema_blame import blamed
+from jaxpage.grammar.schema_keywords import Place, SchemaError, shown_place
+from jaxpage.params import StructuredOutputsParams
 
-MAX_CHARACTERS: Final = {"json": 512 * 1024, "choice": 512 * 1024, "regex": 64 * 1024, "grammar": 64 * 1024}
+MAX_CHARACTERS: Final = {
+    "json": 512 * 1024,
+    "choice": 512 * 1024,
+    "regex": 64 * 1024,
+    "grammar": 64 * 1024,
+    "schema_grammar": 512 * 1024,
+}
 
-_HEAD: Final = '%llguidance {"no_forcing": true}\n'
-"""The model chooses how to cut forced text into tokens; llguidance would ask our tokenizer, in the middle of a step."""
+_OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
+"""The model chooses how to cut forced text into tokens; llguidance would ask our tokenizer, in the middle of a step.
+They stand at the end, so that a client's grammar keeps its lines in messages."""
+
+_GBNF_RULE: Final = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 
 _JSON_OPTIONS: Final = {
     # Blanks: one at most, after a comma or a colon. A model that loves them cannot get lost in them.
@@ -60,11 +70,19 @@ def source_of(params: StructuredOutputsParams) -> tuple[str, str]:
         kind, text = "choice", _json_text(list(params.choice))
     elif params.regex is not None:
         kind, text = "regex", params.regex
+    elif params.schema_grammar is not None:
+        wanted = params.schema_grammar
+        kind, text = "schema_grammar", _json_text([wanted.grammar, list(wanted.schemas)])
     else:
         kind, text = "grammar", params.grammar or ""
     if len(text) > MAX_CHARACTERS[kind]:
         raise ParameterError(name_of(kind), f"has {len(text)} characters, at most {MAX_CHARACTERS[kind]} are allowed")
     return kind, text
+
+
+def is_lark(kind: str, text: str) -> bool:
+    """Whether a grammar is taken as it is."""
+    return kind == "grammar" and not _GBNF_RULE.search(text)
 
 
 def name_of(kind: str) -> str:
@@ -82,7 +100,7 @@ def grammar_text(kind: str, text: str) -> str:
         text.encode()
         if kind == "choice":
             "".join(json.loads(text)).encode()
-        return _HEAD + _MAKERS[kind](text)
+        return _MAKERS[kind](text) + _OPTIONS
     except UnicodeEncodeError:
         raise ParameterError(name_of(kind), "holds half of a surrogate pair") from None
     except SchemaError as error:
@@ -103,7 +121,28 @@ def _json_text(value: Any) -> str:
         raise ParameterError(name_of("json"), f"is not a JSON schema: {str(error)[:200]}") from None
 
 
-def _from_schema(text: str) -> str:
+def _from_schema(text: str, place: Place = ()) -> str:
+    return "start: " + _json_rule(text, place)
+
+
+def with_place(text: str, reason: str, refusal: Callable[[str], str | None]) -> str:
+    """``reason``, for which a schema does not compile, with the place in the schema in front.
+
+    Args:
+        refusal: why a grammar does not compile; None if it does.
+    """
+    place = blamed(json.loads(text), reason, lambda place: refusal(_from_schema(text, place) + _OPTIONS))
+    return f"{shown_place(place)}: {reason}"
+
+
+def _from_schema_grammar(text: str) -> str:
+    grammar, schemas = json.loads(text)
+    _refuse_json(grammar, "schema_grammar")
+    rules = [f"schema_{index}: {_json_rule(json.dumps(schema))}" for index, schema in enumerate(schemas)]
+    return "\n".join([grammar, *rules])
+
+
+def _json_rule(text: str, place: Place = ()) -> str:
     def refuse(literal: str) -> None:
         raise SchemaError(f"{literal} is no JSON number")
 
@@ -113,9 +152,9 @@ def _from_schema(text: str) -> str:
         raise
     except ValueError as error:
         raise SchemaError(f"is not JSON: {str(error)[:200]}") from None
-    whole = {"x-guidance": _JSON_OPTIONS} | normalized(schema)
+    whole = {"x-guidance": _JSON_OPTIONS} | normalized(schema, place)
     json.dumps(whole, ensure_ascii=False).encode()  # escapes can hide half of a surrogate pair
-    return "start: %json " + json.dumps(whole)
+    return "%json " + json.dumps(whole)
 
 
 def _from_regex(text: str) -> str:
@@ -129,16 +168,20 @@ def _from_choice(text: str) -> str:
 
 def _from_grammar(text: str) -> str:
     """Lark as it is; GBNF, which has ``::=`` where Lark has ``:``, translated."""
-    if "%json" in text:  # llguidance would ignore the keywords it does not know
-        raise ParameterError(name_of("grammar"), "%json is not supported inside of a grammar")
+    _refuse_json(text, "grammar")
+    if is_lark("grammar", text):
+        return text
     try:
-        return any_to_lark(
-            re.sub(r"\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}", _plain_escape, text) if "::=" in text else text
-        )
+        return gbnf_to_lark(re.sub(r"\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}", _plain_escape, text))
     except RecursionError:
         raise
     except Exception as error:  # the converter raises bare Exception, too
         raise ParameterError(name_of("grammar"), " ".join(str(error).split())[:200]) from None
+
+
+def _refuse_json(grammar: str, kind: str) -> None:
+    if "%json" in grammar:  # llguidance would ignore the keywords it does not know
+        raise ParameterError(name_of(kind), "%json is not supported inside of a grammar")
 
 
 def _plain_escape(match: re.Match[str]) -> str:
@@ -158,12 +201,16 @@ _MAKERS: Final[dict[str, Callable[[str], str]]] = {
     "regex": _from_regex,
     "choice": _from_choice,
     "grammar": _from_grammar,
+    "schema_grammar": _from_schema_grammar,
     "json_object": _from_nothing,
 }
 
 
-def reason_of(message: str) -> str:
-    """llguidance's message in one line, without its state, source excerpts, stack traces, and names of ours."""
+def reason_of(message: str, lines_count: bool = False) -> str:
+    """llguidance's message in one line, without its state, source excerpts, stack traces, and names of ours.
+
+    ``lines_count``: the grammar's lines are those of the client.
+    """
     if message.startswith("panic") or re.search(r"limits?\.|too (big|large)", message):
         return "is too large or too deeply nested"
     if message.startswith("NoExtension"):
@@ -172,9 +219,10 @@ def reason_of(message: str) -> str:
         return "oneOf is only supported if its alternatives exclude each other by type or by a constant property"
     head = re.split(r"\n<state>|<backtrace>|\n\s*\d+ \||\s+while processing json-schema:", message)[0]
     head = re.sub(r"(?s)^.*\nerror: ", "malformed regex: ", head)
-    head = re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?(Unsatisfiable schema: )?", _short, head)
+    head = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: " if lines_count else "", head)
+    head = re.sub(r"^(failed to compile JSON schema: )?(Unsatisfiable schema: )?", _short, head)
     return " ".join(head.split())[:300]
 
 
 def _short(match: re.Match[str]) -> str:
-    return "no value matches it: " if match[3] else ""
+    return "no value matches it: " if match[2] else ""

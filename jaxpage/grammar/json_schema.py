@@ -27,10 +27,12 @@ from jaxpage.grammar.schema_keywords import (
     OLD_DIALECTS,
     SCHEMA_LISTS,
     SCHEMA_MAPS,
+    Place,
     SchemaError,
     check_form,
     exact,
     is_number,
+    shown_place,
 )
 from jaxpage.grammar.schema_numbers import NumberChecks
 
@@ -44,22 +46,17 @@ MAX_TARGETS: Final = 1_000
 _HOIST_EVERY: Final = 16
 """Depths at which a subschema moves to ``$defs``, because llguidance's parser ends at 128 nested brackets."""
 
-Place = tuple[str, ...]
-"""Keys that lead from the root to a value."""
 
-
-def normalized(schema: Any) -> dict[str, Any]:
+def normalized(schema: Any, place: Place = ()) -> dict[str, Any]:
     """A schema that llguidance takes and that accepts the same values as ``schema``, or fewer.
+
+    Args:
+        place: of the part that is wanted; the rest is there for its references.
 
     Raises:
         SchemaError: naming place and keyword of the first thing that is malformed or not supported.
     """
-    return _Normalizer(schema).run()
-
-
-def _shown_place(place: Place) -> str:
-    text = ".".join(("$", *place))
-    return text if len(text) <= 100 else text[:97] + "..."
+    return _Normalizer(schema).run(place)
 
 
 class _Normalizer:
@@ -70,12 +67,13 @@ class _Normalizer:
         self._names: dict[Place, str] = {}
         self._pending: list[Place] = []
         self._defs: dict[str, Any] = {}
+        self._deep: dict[str, Place] = {}
         self._numbers = NumberChecks()
 
-    def run(self) -> dict[str, Any]:
+    def run(self, start: Place) -> dict[str, Any]:
         if isinstance(self._root, dict):
             self._read_dialect(self._root)
-        body = self._schema(self._root, (), 1)
+        body = self._schema(self._target(start), start, 1)
         while self._pending:
             place = self._pending.pop()
             self._defs[self._names[place]] = self._schema(self._target(place), place, 1)
@@ -83,7 +81,8 @@ class _Normalizer:
             body = {} if body else {"anyOf": [False]}
         self._numbers.finish()
         whole = body | ({"$defs": self._defs} if self._defs else {})
-        check_endings(whole)
+        named = {f"#/$defs/{name}": place for place, name in self._names.items()} | self._deep
+        check_endings(whole, named | {"#": start})
         return whole
 
     def _read_dialect(self, root: dict[str, Any]) -> None:
@@ -96,7 +95,7 @@ class _Normalizer:
 
     def _schema(self, schema: Any, place: Place, depth: int) -> Any:
         """One schema; ``depth`` counts the schemas around it."""
-        where = _shown_place(place)
+        where = shown_place(place)
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -112,18 +111,19 @@ class _Normalizer:
                 raise SchemaError(f"{where}: {keyword} is only supported at the top of the schema")
             if keyword not in ANNOTATIONS and keyword not in AT_ROOT:
                 self._keyword(plain, schema, keyword, place, depth)
-        self._numbers.look_at(plain)
+        self._numbers.look_at(where, plain)
         ordered = {keyword: value for keyword, value in plain.items() if keyword not in APPLIED_LAST}
         ordered |= {keyword: plain[keyword] for keyword in APPLIED_LAST if keyword in plain}
         if depth % _HOIST_EVERY:
             return ordered
         name = f"deep{len(self._defs)}"
         self._defs[name] = ordered
+        self._deep[f"#/$defs/{name}"] = place
         return {"$ref": f"#/$defs/{name}"}
 
     def _keyword(self, plain: dict[str, Any], schema: dict[str, Any], keyword: str, place: Place, depth: int) -> None:
         """Adds what one keyword says to ``plain``."""
-        value, here, where = schema[keyword], (*place, keyword), _shown_place(place)
+        value, here, where = schema[keyword], (*place, keyword), shown_place(place)
         if keyword in ("items", "additionalItems", "prefixItems"):
             self._items(plain, schema, keyword, place, depth)
         elif keyword in SCHEMA_MAPS:
@@ -160,7 +160,7 @@ class _Normalizer:
     def _schema_map(
         self, plain: dict[str, Any], keyword: str, values: dict[str, Any], place: Place, depth: int
     ) -> None:
-        where = _shown_place(place)
+        where = shown_place(place)
         if keyword in ("$defs", "definitions"):
             for name in values:
                 self._name_of((*place, name), where)
@@ -177,7 +177,7 @@ class _Normalizer:
         plain[keyword] = made
 
     def _items(self, plain: dict[str, Any], schema: dict[str, Any], keyword: str, place: Place, depth: int) -> None:
-        value, here, where = schema[keyword], (*place, keyword), _shown_place(place)
+        value, here, where = schema[keyword], (*place, keyword), shown_place(place)
         if keyword == ("prefixItems" if self._is_old else "additionalItems"):
             raise SchemaError(f"{where}: the keyword {keyword} is not supported in this dialect (see $schema)")
         if keyword == "prefixItems":
@@ -208,7 +208,7 @@ class _Normalizer:
         plain["minProperties"] = 1
 
     def _constant(self, value: Any, place: Place, depth: int = 1) -> Any:
-        where = _shown_place(place)
+        where = shown_place(place)
         if depth > MAX_DEPTH:
             raise SchemaError(f"{where}: is nested more than {MAX_DEPTH} deep")
         if isinstance(value, list):
@@ -231,7 +231,7 @@ class _Normalizer:
         """What a schema that is nothing but a ``$ref`` refers to, and where that stands."""
         if not isinstance(value, dict) or set(value) - set(ANNOTATIONS) != {"$ref"}:
             return value, place
-        self._reference(value["$ref"], _shown_place(place))
+        self._reference(value["$ref"], shown_place(place))
         target = _steps(value["$ref"])
         return self._target(target), target
 
@@ -240,12 +240,12 @@ class _Normalizer:
         if place not in self._names:
             if len(self._names) >= MAX_TARGETS:
                 raise SchemaError(f"{where}: there are more than {MAX_TARGETS} definitions")
-            self._target(place)
+            self._target(place, where)
             self._names[place] = f"target{len(self._names)}"
             self._pending.append(place)
         return self._names[place]
 
-    def _target(self, place: Place) -> Any:
+    def _target(self, place: Place, where: str = "$") -> Any:
         value = self._root
         for step in place:
             if isinstance(value, dict) and step in value:
@@ -253,7 +253,7 @@ class _Normalizer:
             elif isinstance(value, list) and step.isascii() and step.isdigit() and int(step) < len(value):
                 value = value[int(step)]
             else:
-                raise SchemaError(f"$ref {shown('#/' + '/'.join(place))} points to nothing")
+                raise SchemaError(f"{where}: $ref {shown('#/' + '/'.join(place))} points to nothing")
         return value
 
 

@@ -7,17 +7,20 @@ last. Other ways to accept nothing show while a grammar is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from jaxpage.grammar.schema_keywords import SCHEMA_LISTS, SCHEMAS, TYPES, SchemaError
+from jaxpage.grammar.schema_keywords import SCHEMA_LISTS, SCHEMAS, TYPES, Place, SchemaError, shown_place
 
 MAX_LOOKS: Final = 300_000
 """Schemas looked at before the check gives up: about a second."""
 
 
-def check_endings(schema: dict[str, Any]) -> None:
+def check_endings(schema: dict[str, Any], places: Mapping[str, Place]) -> None:
     """Looks at a normalised schema and its ``$defs``.
+
+    Args:
+        places: where the client has what a ``$ref`` of ours refers to, for messages.
 
     Raises:
         SchemaError: if some part of it needs itself without end, or if that takes too long to find out.
@@ -29,9 +32,11 @@ def check_endings(schema: dict[str, Any]) -> None:
         new = [name for name, each in named.items() if name not in endings.known and endings.ends(each)]
         endings.known.update(new)
         found = bool(new)
-    for each in named.values():
+    for name, each in named.items():
         if not all(endings.ends(part) for part in _parts(each)):
-            raise SchemaError("$ref: a value would need another one like it inside, without end")
+            raise SchemaError(
+                f"{shown_place(places[name])}: $ref: a value would need another one like it inside, without end"
+            )
 
 
 def _parts(schema: Any) -> Iterator[Any]:
@@ -61,7 +66,7 @@ class _Endings:
         """Whether some value can be ended; True also where there is no value at all."""
         self._num_looks += 1
         if self._num_looks > MAX_LOOKS:
-            raise SchemaError("$ref: the definitions refer to each other in too many ways")
+            raise SchemaError("$: $ref: the definitions refer to each other in too many ways")
         if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
             return True
         types = schema.get("type", TYPES)

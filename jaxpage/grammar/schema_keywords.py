@@ -26,8 +26,18 @@ OLD_DIALECTS: Final = (
 """Here a list in ``items`` is what ``prefixItems`` is today."""
 
 
+Place = tuple[str, ...]
+"""Keys that lead from the root of a schema to a value."""
+
+
 class SchemaError(ValueError):
     """The schema is malformed, or says what no grammar of ours can; the message is one line that names the keyword."""
+
+
+def shown_place(place: Place) -> str:
+    """A place as it stands in messages, such as ``$.properties.name``."""
+    text = ".".join(("$", *place))
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def is_number(value: Any) -> bool:

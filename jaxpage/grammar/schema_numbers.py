@@ -25,8 +25,8 @@ class NumberChecks:
         self._seen: list[dict[str, Any]] = []
         self._do_meet = False
 
-    def look_at(self, plain: dict[str, Any]) -> None:
-        """Takes note of one schema.
+    def look_at(self, where: str, plain: dict[str, Any]) -> None:
+        """Takes note of one schema; ``where`` is its place, for messages.
 
         Raises:
             SchemaError: if it is wrong by itself.
@@ -36,7 +36,7 @@ class NumberChecks:
             found = {name: value for name, value in found.items() if name == "multipleOf"}
         if found:
             self._seen.append(found)
-            _check([found])
+            _check(where, [found])
         others = set(plain) - {"type", *_MEETING}
         self._do_meet |= "allOf" in plain or (any(name in plain for name in _MEETING) and bool(others))
 
@@ -47,20 +47,20 @@ class NumberChecks:
             SchemaError: if some of the numbers could be wrong together.
         """
         if self._do_meet:
-            _check(self._seen)
+            _check("$", self._seen)
 
 
-def _check(schemas: list[dict[str, Any]]) -> None:
+def _check(where: str, schemas: list[dict[str, Any]]) -> None:
     def values(*names: str) -> set[float]:
         return {each[name] for each in schemas for name in names if name in each}
 
     above, below = values("exclusiveMinimum"), values("exclusiveMaximum")
     if any(isinstance(low, int) and 0 < high - low < 1 for low in above for high in below | values("maximum")):
-        raise SchemaError("exclusiveMinimum with a maximum less than 1 above it is not supported")
+        raise SchemaError(f"{where}: exclusiveMinimum with a maximum less than 1 above it is not supported")
     if any(isinstance(high, int) and 0 < high - low < 1 for high in below for low in above | values("minimum")):
-        raise SchemaError("exclusiveMaximum with a minimum less than 1 below it is not supported")
+        raise SchemaError(f"{where}: exclusiveMaximum with a minimum less than 1 below it is not supported")
     if _product({Decimal(str(value)) for value in values("multipleOf")}) >= 2**32:
-        raise SchemaError("the values of multipleOf have too many digits together")
+        raise SchemaError(f"{where}: the values of multipleOf have too many digits together")
 
 
 def _product(factors: set[Decimal]) -> int:

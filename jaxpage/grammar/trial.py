@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import llguidance
@@ -24,6 +25,8 @@ from jaxpage.errors import ParameterError
 from jaxpage.grammar.grammar_text import name_of
 
 TIME_LIMIT_S = 5.0
+QUICK_S = 1.0
+"""Of a schema that fails later than this the place is not searched: that takes as long again."""
 START_LIMIT_S = 60.0
 MEMORY_LIMIT_BYTES = 4 << 30
 """Address space of the process."""
@@ -119,14 +122,26 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _answer(kind: str, text: str) -> tuple[bool, str]:
-    from jaxpage.grammar.grammar_text import grammar_text, reason_of
+    from jaxpage.grammar.grammar_text import grammar_text, is_lark, with_place
 
     try:
         grammar = grammar_text(kind, text)
     except ParameterError as error:
         return False, error.reason
+    began_s = time.monotonic()
+    reason = _refusal(grammar, is_lark(kind, text))
+    if reason is None:
+        return True, grammar
+    is_quick = time.monotonic() - began_s < QUICK_S
+    return False, with_place(text, reason, _refusal) if kind == "json" and is_quick else reason
+
+
+def _refusal(grammar: str, lines_count: bool = False) -> str | None:
+    """Why a grammar does not compile; None if it does."""
+    from jaxpage.grammar.grammar_text import reason_of
+
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
-    return (False, reason_of(messages[0])) if failed else (True, grammar)
+    return reason_of(messages[0], lines_count) if failed else None
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from jaxpage.parallel.sharding import on_local_parts
+from jaxpage.parallel.sharding import Layout, on_local_parts
 from pallas_kernels import AttentionMetadata, ragged_paged_attention, write_kv
 
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -29,7 +29,13 @@ class LayerCache(NamedTuple):
     kv: Num[Array, "num_blocks K block_size 2*H"]
     scales: Float[Array, "num_blocks 2 K block_size"] | None = None
 
-    def write(self, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slot_mapping: Int[Array, " T"]) -> LayerCache:
+    def write(
+        self,
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        slot_mapping: Int[Array, " T"],
+        layout: Layout | None = None,
+    ) -> LayerCache:
         """The cache with keys and values at their slots, quantised by token and KV head if the cache is."""
 
         def write_local(cache: LayerCache, k: Array, v: Array, slot_mapping: Array) -> LayerCache:
@@ -39,9 +45,11 @@ class LayerCache(NamedTuple):
 
         per_head = (None, "kv_heads", None)
         in_axes = (self.axes, per_head, per_head, (None,))
-        return on_local_parts(write_local, in_axes, self.axes, self, k, v, slot_mapping)
+        return on_local_parts(layout, write_local, in_axes, self.axes, self, k, v, slot_mapping)
 
-    def attend(self, q: Float[Array, "T N H"], metadata: AttentionMetadata, **options: Any) -> Float[Array, "T N H"]:
+    def attend(
+        self, q: Float[Array, "T N H"], metadata: AttentionMetadata, layout: Layout | None = None, **options: Any
+    ) -> Float[Array, "T N H"]:
         """See ``pallas_kernels.ragged_paged_attention``, whose ``options`` are passed on."""
 
         def attend_local(q: Array, cache: LayerCache, metadata: AttentionMetadata) -> Array:
@@ -49,7 +57,7 @@ class LayerCache(NamedTuple):
 
         per_head = (None, "heads", None)
         in_axes = (per_head, self.axes, jax.tree.map(lambda array: (None,) * array.ndim, metadata))
-        return on_local_parts(attend_local, in_axes, per_head, q, self, metadata)
+        return on_local_parts(layout, attend_local, in_axes, per_head, q, self, metadata)
 
     @property
     def axes(self) -> LayerCache:

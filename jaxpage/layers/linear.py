@@ -5,30 +5,76 @@ The one seam where a platform's preferred operand order and quantised weights co
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxpage.parallel.sharding import Layout, on_local_parts, summed
 from pallas_kernels import QuantizedWeight, quantized_matmul
 
 Weight = Float[Array, "... D"] | QuantizedWeight
+Axes = tuple[str | None, ...]
 
 
-def linear(x: Float[Array, "T D"], weight: Weight, bias: Float[Array, "..."] | None = None) -> Float[Array, "T ..."]:
-    """``x @ weight.T + bias`` with all leading dimensions of the weight as output dimensions; float32 accumulation."""
+def linear(
+    x: Float[Array, "T D"],
+    weight: Weight,
+    bias: Float[Array, "..."] | None = None,
+    *,
+    axes: Axes = (),
+    layout: Layout | None = None,
+) -> Float[Array, "T ..."]:
+    """``x @ weight.T + bias`` with all leading dimensions of the weight as output dimensions.
+
+    Accumulation is float32 on each device; sums over devices are of numbers in the dtype of ``x``.
+
+    Args:
+        axes: logical axes of the weight, for a layout.
+    """
     if isinstance(weight, QuantizedWeight):
-        y = quantized_matmul(x, weight.as_matrix()).reshape(x.shape[0], *weight.shape[:-1])
+        y = _quantized(x, weight, axes, layout)
     else:
-        y = lax.platform_dependent(x, weight, cpu=_weight_on_the_left, default=_weight_on_the_right)
+        # Devices that have parts of the sums exchange them as activations are, in bfloat16 half as many bytes.
+        has_parts = layout is not None and axes[-1] is not None and layout.ways(axes[-1]) > 1
+        on_the_right = partial(_weight_on_the_right, result=x.dtype if has_parts else jnp.float32)
+        y = lax.platform_dependent(x, weight, cpu=_weight_on_the_left, default=on_the_right)
     return y if bias is None else y + bias
+
+
+def weight_axes(weight: Any, axes: Axes) -> Any:
+    """The logical axes of a weight's arrays, those of the weight being ``axes``, in a pytree like it."""
+    return quantized_axes(axes, weight.kind) if isinstance(weight, QuantizedWeight) else axes
+
+
+def quantized_axes(axes: Axes, kind: str) -> Any:
+    """The logical axes of the arrays of a weight with ``axes`` that is stored as this kind of ``QuantizedWeight``."""
+    *rows, columns = axes
+    # Scales of int4 are of groups of columns, which devices split as they do the columns.
+    scales = (columns, *rows) if kind == "int4" else tuple(rows)
+    return QuantizedWeight(axes, scales)  # pyright: ignore[reportArgumentType]
+
+
+def _quantized(x: Float[Array, "T D"], weight: QuantizedWeight, axes: Axes, layout: Layout | None) -> Array:
+    *rows, columns = axes if layout is not None else (None,) * len(weight.shape)
+
+    def product(x: Array, weight: QuantizedWeight) -> Array:
+        y = quantized_matmul(x, weight.as_matrix()).reshape(x.shape[0], *weight.shape[:-1])
+        # Where its columns are split, each device has a part of every sum.
+        return summed(layout, y, columns)
+
+    in_axes = ((None, columns), weight_axes(weight, (*rows, columns)))
+    return on_local_parts(layout, product, in_axes, (None, *rows), x, weight)
 
 
 # A weight keeps its shape: made a matrix, one that devices split by its second dimension would have to be gathered.
 
 
-def _weight_on_the_right(x: Float[Array, "T D"], weight: Float[Array, "... D"]) -> Float[Array, "T ..."]:
+def _weight_on_the_right(x: Float[Array, "T D"], weight: Float[Array, "... D"], result: Any) -> Float[Array, "T ..."]:
     contracted = (((1,), (weight.ndim - 1,)), ((), ()))
-    return lax.dot_general(x, weight, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
+    return lax.dot_general(x, weight, contracted, preferred_element_type=result).astype(x.dtype)
 
 
 def _weight_on_the_left(x: Float[Array, "T D"], weight: Float[Array, "... D"]) -> Float[Array, "T ..."]:

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxpage.layers.linear import Weight, linear
+from jaxpage.parallel.sharding import Layout
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -24,10 +25,12 @@ def gated_mlp(
     activation: str,
     gate_up_bias: Float[Array, "2 F"] | None = None,
     down_bias: Float[Array, " D"] | None = None,
+    layout: Layout | None = None,
 ) -> Float[Array, "T D"]:
     """``down(activation(gate(x)) * up(x))`` (Shazeer, 2020), ``activation`` a key of ACTIVATIONS.
 
     Weights are [2, F, D] and [D, F].
     """
-    both = linear(x, gate_up, gate_up_bias)
-    return linear(ACTIVATIONS[activation](both[:, 0]) * both[:, 1], down, down_bias)
+    both = linear(x, gate_up, gate_up_bias, axes=(None, "ffn", "hidden"), layout=layout)
+    inner = ACTIVATIONS[activation](both[:, 0]) * both[:, 1]
+    return linear(inner, down, down_bias, axes=("hidden", "ffn"), layout=layout)

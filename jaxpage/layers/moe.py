@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.linear import Weight
+from jaxpage.layers.linear import Weight, weight_axes
 from jaxpage.layers.mlp import ACTIVATIONS
-from jaxpage.parallel.sharding import on_local_parts
+from jaxpage.parallel.sharding import Layout, local_index, on_local_parts, summed
 from pallas_kernels import QuantizedWeight, grouped_matmul
 
 
@@ -23,6 +23,7 @@ def moe_mlp(
     num_experts_per_tok: int,
     norm_topk_prob: bool,
     num_tokens: Int[Array, ""],
+    layout: Layout | None = None,
 ) -> Float[Array, "T D"]:
     """The sum of what its most likely experts make of a token, each a gated MLP, weighted by the router.
 
@@ -36,6 +37,7 @@ def moe_mlp(
         activation: a key of ACTIVATIONS.
         norm_topk_prob: the weights of a token's experts are made to sum to 1.
         num_tokens: tokens from here on are padding: they go to no expert, and their result is zero.
+        layout: devices may split the experts, the inner features of each, and the hidden ones.
     """
     experts, weights = route(x, router, num_experts_per_tok, norm_topk_prob)
     is_real = (jnp.arange(len(x)) < num_tokens)[:, None]
@@ -48,26 +50,32 @@ def moe_mlp(
 
     def through_experts(
         x: Array, gate_up: Weight, down: Weight, weights: Array, group_sizes: Array, order: Array, place: Array
-    ) -> Float[Array, "1 T D"]:
+    ) -> Float[Array, "T D"]:
+        num_local = len(_stored(gate_up))
+        if num_local < len(group_sizes):
+            # The rows of this device's experts come first; those of others are behind them and in no group, so that
+            # they are zero.
+            first_expert = local_index(layout, "experts") * num_local
+            first_row = jnp.sum(jnp.where(jnp.arange(len(group_sizes)) < first_expert, group_sizes, 0))
+            group_sizes = lax.dynamic_slice_in_dim(group_sizes, first_expert, num_local)
+            order, place = jnp.roll(order, -first_row), (place - first_row) % len(place)
         rows = x[order // num_experts_per_tok]
-        both = _grouped_linear(rows, gate_up, group_sizes)
+        both = summed(layout, _grouped_linear(rows, gate_up, group_sizes), "hidden")
         results = _grouped_linear(ACTIVATIONS[activation](both[:, 0]) * both[:, 1], down, group_sizes)
         # Summed in order of the router's choice, whatever the order of the experts.
         results = results[place].reshape(*weights.shape, -1).astype(jnp.float32)
-        return jnp.sum(results * weights[:, :, None], axis=1)[None]
+        # Each device has some experts, and of these a part of the inner features: a part of the sum.
+        return summed(layout, jnp.sum(results * weights[:, :, None], axis=1).astype(x.dtype), "experts", "expert_ffn")
 
     replicated = ((None, None), (None,), (None,), (None,))
     in_axes = (
-        (None, None),
-        _axes(gate_up, ("experts", None, "ffn", "hidden")),
-        _axes(down, ("experts", "hidden", "ffn")),
+        (None, "hidden"),
+        weight_axes(gate_up, ("experts", None, "expert_ffn", "hidden")),
+        weight_axes(down, ("experts", "hidden", "expert_ffn")),
         *replicated,
     )
-    # Each device has a part of every expert's inner features, and a part of the sum.
-    parts = on_local_parts(
-        through_experts, in_axes, ("ffn", None, None), x, gate_up, down, weights, group_sizes, order, place
-    )
-    return jnp.sum(parts, axis=0).astype(x.dtype)
+    arguments = (x, gate_up, down, weights, group_sizes, order, place)
+    return on_local_parts(layout, through_experts, in_axes, (None, "hidden"), *arguments)
 
 
 def route(
@@ -83,7 +91,7 @@ def route(
 
 def _grouped_linear(rows: Float[Array, "R D"], weight: Weight, group_sizes: Int[Array, " E"]) -> Array:
     """Rows times the transposed weight of their group, [E, ..., D]: [R, ...]."""
-    stored, scales = (weight.values, weight.scales) if isinstance(weight, QuantizedWeight) else (weight, None)
+    stored, scales = _stored(weight), weight.scales if isinstance(weight, QuantizedWeight) else None
     num_experts = len(group_sizes)
     y = grouped_matmul(
         rows,
@@ -94,6 +102,5 @@ def _grouped_linear(rows: Float[Array, "R D"], weight: Weight, group_sizes: Int[
     return y.reshape(len(rows), *stored.shape[1:-1])
 
 
-def _axes(weight: Weight, axes: tuple[str | None, ...]) -> object:
-    """The logical axes of a weight's arrays; a scale stands for all of the last one."""
-    return QuantizedWeight(axes, axes[:-1]) if isinstance(weight, QuantizedWeight) else axes  # pyright: ignore[reportArgumentType]
+def _stored(weight: Weight) -> Array:
+    return weight.values if isinstance(weight, QuantizedWeight) else weight

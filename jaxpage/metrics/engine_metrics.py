@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpage.metrics.histogram import (
@@ -144,6 +145,32 @@ class Numbers:
     num_generation_tokens: int = 0
 
 
+def summed(numbers: Sequence[Numbers]) -> Numbers:
+    """The numbers of several engines, or of several lives of one, together; shares are summed up, too."""
+    histograms = Histograms(
+        *(Histogram.summed([getattr(each.histograms, field.name) for each in numbers])
+          for field in dataclasses.fields(Histograms))
+    )  # fmt: skip
+    return Numbers(
+        histograms,
+        EngineCounts(*map(sum, zip(*(each.counts for each in numbers), strict=True))),
+        sum(each.num_accepted for each in numbers),
+        {reason.value: sum(each.num_ended[reason.value] for each in numbers) for reason in FinishReason},
+        sum(each.num_generation_tokens for each in numbers),
+    )
+
+
+def last_of(numbers: Numbers) -> Numbers:
+    """What is left to say of an engine that has died: nothing runs, and what ran has ended by an error."""
+    counts = numbers.counts._replace(
+        num_running=0, num_waiting=0, num_deferred=0, num_swapped=0, kv_usage=0.0, host_usage=0.0
+    )
+    num_lost = numbers.num_accepted - sum(numbers.num_ended.values())
+    error = FinishReason.ERROR.value
+    ended = numbers.num_ended | {error: numbers.num_ended[error] + num_lost}
+    return dataclasses.replace(numbers, counts=counts, num_ended=ended)
+
+
 class EngineMetrics:
     """Numbers behind a lock, which the engine's thread takes once a step and holds for microseconds."""
 
@@ -158,3 +185,24 @@ class EngineMetrics:
         with self.lock:
             now = self.numbers
             return dataclasses.replace(now, histograms=now.histograms.copy(), num_ended=dict(now.num_ended))
+
+    def replace(self, numbers: Numbers) -> None:
+        """Takes over the numbers of an engine that counts elsewhere."""
+        with self.lock:
+            self.numbers = numbers
+
+
+class SummedMetrics:
+    """What several engines count together, as their status line shows it: shares are means."""
+
+    def __init__(self, engines: Sequence[EngineMetrics]) -> None:
+        self._engines = engines
+
+    def read(self) -> Numbers:
+        """A copy; the engines' numbers are not all from the same moment. Callable from any thread."""
+        numbers = summed([each.read() for each in self._engines])
+        counts, num_engines = numbers.counts, len(self._engines)
+        numbers.counts = counts._replace(
+            kv_usage=counts.kv_usage / num_engines, host_usage=counts.host_usage / num_engines
+        )
+        return numbers

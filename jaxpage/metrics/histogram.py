@@ -48,6 +48,14 @@ class Histogram:
     def num_observations(self) -> int:
         return sum(self.counts)
 
+    @classmethod
+    def summed(cls, histograms: Sequence[Histogram]) -> Histogram:
+        """All observations of histograms with the same bounds."""
+        whole = cls(histograms[0].bounds)
+        whole.counts = [sum(counts) for counts in zip(*(each.counts for each in histograms), strict=True)]
+        whole.total = sum(each.total for each in histograms)
+        return whole
+
     def observe(self, value: float, count: int = 1) -> None:
         """Adds ``count`` observations of ``value``."""
         self.counts[bisect_left(self.bounds, value)] += count

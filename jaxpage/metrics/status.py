@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from jaxpage.metrics.engine_metrics import EngineMetrics, Numbers
+from jaxpage.metrics.engine_metrics import EngineMetrics, Numbers, SummedMetrics
 
 
 class StatusLine:
     """Says what an engine has done since the last line, and where it stands."""
 
-    def __init__(self, metrics: EngineMetrics, now_s: float) -> None:
+    def __init__(self, metrics: EngineMetrics | SummedMetrics, now_s: float) -> None:
         self._metrics = metrics
         self._last = metrics.read()
         self._last_s = now_s

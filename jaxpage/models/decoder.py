@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxpage.batch import ModelInputs
 from jaxpage.layers.kv_cache import KVCache, LayerCache
@@ -20,18 +20,58 @@ from jaxpage.layers.moe import moe_mlp
 from jaxpage.layers.norm import rms_norm
 from jaxpage.layers.rope import Rotation, rotate, rotation
 from jaxpage.models.config import LayerSpec, ModelConfig
+from jaxpage.parallel.sharding import Layout, constrain
 
 Params = dict[str, Any]
 
 
+BETWEEN_BLOCKS = ("tokens", "hidden")
+"""Logical axes of hidden states between the blocks of a layer."""
+IN_BLOCKS = (None, "hidden")
+"""Logical axes of what a block reads: attention and products with weights take all tokens together."""
+
+
 def forward(
-    params: Params, config: ModelConfig, kv_cache: KVCache, inputs: ModelInputs, attention_implementation: str = "auto"
+    params: Params,
+    config: ModelConfig,
+    kv_cache: KVCache,
+    inputs: ModelInputs,
+    attention_implementation: str = "auto",
+    layout: Layout | None = None,
 ) -> tuple[KVCache, Float[Array, "T D"]]:
-    """Runs all layers over a ragged batch: writes its keys and values; the cache and the last hidden states."""
+    """Runs all layers over a ragged batch: writes its keys and values; the cache and the last hidden states.
+
+    A stage of a pipeline runs the parts of this that it has.
+
+    Args:
+        layout: how parameters and cache are split over devices; None for one device.
+    """
+    x = embed(params, config, inputs.token_ids, layout)
+    kv_cache, x = apply_layers(params, config, kv_cache, x, inputs, attention_implementation, layout)
+    return kv_cache, final_norm(params, config, x, layout)
+
+
+def embed(
+    params: Params, config: ModelConfig, token_ids: Int[Array, " T"], layout: Layout | None = None
+) -> Float[Array, "T D"]:
+    """The hidden states that the first layer reads."""
     with jax.named_scope("embedding"):
-        x = params["embedding"][inputs.token_ids]
+        x = params["embedding"][token_ids]
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        return constrain(layout, x, BETWEEN_BLOCKS)
+
+
+def apply_layers(
+    params: Params,
+    config: ModelConfig,
+    kv_cache: KVCache,
+    x: Float[Array, "T D"],
+    inputs: ModelInputs,
+    attention_implementation: str = "auto",
+    layout: Layout | None = None,
+) -> tuple[KVCache, Float[Array, "T D"]]:
+    """Runs ``config.layers``, whose parameters are ``params["layers"]``: all of a model's, or those of a stage."""
     rotations = {
         spec: rotation(spec.inverse_frequencies(config.head_dim), inputs.positions)
         for spec in {layer.rope for layer in config.layers}
@@ -42,14 +82,23 @@ def forward(
     ):
         with jax.named_scope(f"layer_{index}"):
             layer_cache, x = _layer(
-                layer_params, layer_cache, x, inputs, rotations[spec.rope], config, spec, attention_implementation
-            )
+                layer_params, layer_cache, x, inputs, rotations[spec.rope], config, spec, attention_implementation,
+                layout,
+            )  # fmt: skip
         new_cache.append(layer_cache)
-    return new_cache, rms_norm(x, params["final_norm"], config.norm_eps)
+    return new_cache, x
+
+
+def final_norm(
+    params: Params, config: ModelConfig, x: Float[Array, "T D"], layout: Layout | None = None
+) -> Float[Array, "T D"]:
+    """What ``unembed`` reads, from the output of the last layer."""
+    # Whoever comes next picks tokens.
+    return constrain(layout, rms_norm(x, params["final_norm"], config.norm_eps), IN_BLOCKS)
 
 
 # Jitted so that layers of one spec are traced once; XLA inlines the calls.
-@partial(jax.jit, static_argnums=(5, 6, 7))
+@partial(jax.jit, static_argnums=(5, 6, 7, 8))
 def _layer(
     params: Params,
     kv_cache: LayerCache,
@@ -59,54 +108,89 @@ def _layer(
     config: ModelConfig,
     spec: LayerSpec,
     attention_implementation: str,
+    layout: Layout | None,
 ) -> tuple[LayerCache, Float[Array, "T D"]]:
+    def after(block: str, update: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        update = constrain(layout, update, BETWEEN_BLOCKS)
+        return x + (rms_norm(update, params[f"post_{block}_norm"], config.norm_eps) if spec.post_norms else update)
+
     with jax.named_scope("attention"):
-        normed = rms_norm(x, params["attention_norm"], config.norm_eps)
-        qkv = linear(normed, params["qkv"], params.get("qkv_bias"))  # [T, K, G + 2, H]
-        qk, v = qkv[:, :, :-1], qkv[:, :, -1]
-        if spec.qk_norm:
-            group = config.num_heads // config.num_kv_heads
-            scales = jnp.stack([params["q_norm"]] * group + [params["k_norm"]])
-            qk = rms_norm(qk, scales, config.norm_eps)
-        qk = rotate(qk.reshape(len(x), -1, config.head_dim), rope).reshape(qk.shape)
-        q, k = qk[:, :, :-1], qk[:, :, -1]
-        kv_cache = kv_cache.write(k, v, inputs.slot_mapping)
-        attended = kv_cache.attend(
-            q.reshape(len(x), config.num_heads, config.head_dim),
-            inputs.attention,
-            scale=config.attention_scale,
-            sliding_window=spec.sliding_window,
-            implementation=attention_implementation,
+        normed = constrain(layout, rms_norm(x, params["attention_norm"], config.norm_eps), IN_BLOCKS)
+        kv_cache, update = _attention(
+            params, kv_cache, normed, inputs, rope, config, spec, attention_implementation, layout
         )
-        update = linear(attended.reshape(len(x), -1), params["output"], params.get("output_bias"))
-        x = x + (rms_norm(update, params["post_attention_norm"], config.norm_eps) if spec.post_norms else update)
+        x = after("attention", update)
     with jax.named_scope("mlp"):
-        normed = rms_norm(x, params["mlp_norm"], config.norm_eps)
-        if spec.experts is None:
-            update = gated_mlp(
-                normed,
-                params["gate_up"],
-                params["down"],
-                spec.activation,
-                params.get("gate_up_bias"),
-                params.get("down_bias"),
-            )
-        else:
-            update = moe_mlp(
-                normed,
-                params["router"],
-                params["experts_gate_up"],
-                params["experts_down"],
-                spec.activation,
-                num_experts_per_tok=spec.experts.num_experts_per_tok,
-                norm_topk_prob=spec.experts.norm_topk_prob,
-                num_tokens=inputs.attention.cu_seqlens_q[-1],
-            )
-        x = x + (rms_norm(update, params["post_mlp_norm"], config.norm_eps) if spec.post_norms else update)
+        normed = constrain(layout, rms_norm(x, params["mlp_norm"], config.norm_eps), IN_BLOCKS)
+        x = after("mlp", _mlp(params, normed, inputs, spec, layout))
     return kv_cache, x
 
 
-def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+def _attention(
+    params: Params,
+    kv_cache: LayerCache,
+    normed: Float[Array, "T D"],
+    inputs: ModelInputs,
+    rope: Rotation,
+    config: ModelConfig,
+    spec: LayerSpec,
+    implementation: str,
+    layout: Layout | None,
+) -> tuple[LayerCache, Float[Array, "T D"]]:
+    num_tokens = len(normed)
+    qkv_axes = ("kv_heads", None, None, "hidden")
+    # [T, K, G + 2, H]
+    qkv = linear(normed, params["qkv"], params.get("qkv_bias"), axes=qkv_axes, layout=layout)
+    qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+    if spec.qk_norm:
+        group = config.num_heads // config.num_kv_heads
+        scales = jnp.stack([params["q_norm"]] * group + [params["k_norm"]])
+        qk = rms_norm(qk, scales, config.norm_eps)
+    qk = rotate(qk.reshape(num_tokens, -1, config.head_dim), rope).reshape(qk.shape)
+    q, k = qk[:, :, :-1], qk[:, :, -1]
+    kv_cache = kv_cache.write(k, v, inputs.slot_mapping, layout)
+    attended = kv_cache.attend(
+        q.reshape(num_tokens, config.num_heads, config.head_dim),
+        inputs.attention,
+        layout,
+        scale=config.attention_scale,
+        sliding_window=spec.sliding_window,
+        implementation=implementation,
+    )
+    heads = attended.reshape(num_tokens, -1)
+    return kv_cache, linear(heads, params["output"], params.get("output_bias"), axes=("hidden", "heads"), layout=layout)
+
+
+def _mlp(
+    params: Params, normed: Float[Array, "T D"], inputs: ModelInputs, spec: LayerSpec, layout: Layout | None
+) -> Float[Array, "T D"]:
+    if spec.experts is None:
+        return gated_mlp(
+            normed,
+            params["gate_up"],
+            params["down"],
+            spec.activation,
+            params.get("gate_up_bias"),
+            params.get("down_bias"),
+            layout,
+        )
+    return moe_mlp(
+        normed,
+        params["router"],
+        params["experts_gate_up"],
+        params["experts_down"],
+        spec.activation,
+        num_experts_per_tok=spec.experts.num_experts_per_tok,
+        norm_topk_prob=spec.experts.norm_topk_prob,
+        num_tokens=inputs.attention.cu_seqlens_q[-1],
+        layout=layout,
+    )
+
+
+def unembed(
+    params: Params, config: ModelConfig, hidden: Float[Array, "R D"], layout: Layout | None = None
+) -> Float[Array, "R V"]:
     """Logits in float32 of some hidden states."""
     weight = params["embedding"] if config.tied_embeddings else params["lm_head"]
-    return linear(hidden, weight).astype(jnp.float32)
+    logits = linear(hidden, weight, axes=("vocab", "hidden"), layout=layout)
+    return constrain(layout, logits, (None, "vocab")).astype(jnp.float32)

@@ -6,7 +6,7 @@ Says nothing about files or devices: ``jaxpage.weights`` reads, ``jaxpage.parall
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -71,6 +71,38 @@ def param_specs(
     yield _norm(config, ("final_norm",), "model.norm.weight", hidden)
     if not config.tied_embeddings:
         yield _plain(("lm_head",), "lm_head.weight", (vocab, hidden), ("vocab", "hidden"))
+
+
+def repeat_kv_heads(
+    model: ModelConfig, specs: Sequence[ParamSpec], repeats: int
+) -> tuple[ModelConfig, list[ParamSpec]]:
+    """The same model with each KV head ``repeats`` times, a copy for each part of the query heads that share it.
+
+    So that devices can split KV heads of which there are fewer than devices; nothing else has to know.
+
+    Raises:
+        ValueError: the query heads of a KV head do not divide by ``repeats``.
+    """
+    group = model.num_heads // model.num_kv_heads
+    if group % repeats:
+        raise ValueError(f"{group} query heads of each KV head do not divide by {repeats}")
+    if repeats == 1:
+        return model, list(specs)
+
+    def repeated(spec: ParamSpec) -> ParamSpec:
+        if spec.axes[0] != "kv_heads":
+            return spec
+        # [K, G + 2, ...] to [K * repeats, G / repeats + 2, ...]
+        shape = (spec.shape[0] * repeats, group // repeats + 2, *spec.shape[2:])
+
+        def assemble(*parts: np.ndarray) -> np.ndarray:
+            whole = spec.assemble(*parts).reshape(spec.shape)
+            q = whole[:, :group].reshape(shape[0], -1, *shape[2:])
+            return np.concatenate([q, np.repeat(whole[:, group:], repeats, axis=0)], axis=1)
+
+        return dataclasses.replace(spec, shape=shape, assemble=assemble)
+
+    return dataclasses.replace(model, num_kv_heads=model.num_kv_heads * repeats), list(map(repeated, specs))
 
 
 def _layer_specs(
@@ -143,12 +175,13 @@ def _mlp_specs(config: ModelConfig, layer: LayerSpec, index: int) -> Iterator[Pa
 def _expert_specs(config: ModelConfig, experts: ExpertsSpec, index: int, names: ExpertNames) -> Iterator[ParamSpec]:
     hidden, ffn, num_experts = config.hidden_size, experts.intermediate_size, experts.num_experts
     block, here = f"model.layers.{index}.{names.block}", ("layers", index)
-    yield _plain((*here, "router"), f"{block}.gate.weight", (num_experts, hidden), ("experts", "hidden"))
+    # Each device routes all tokens, whichever experts it has.
+    yield _plain((*here, "router"), f"{block}.gate.weight", (num_experts, hidden), (None, "hidden"))
     each = [f"{block}.experts.{expert}" for expert in range(num_experts)]
     yield ParamSpec(
         (*here, "experts_gate_up"),
         (num_experts, 2, ffn, hidden),
-        ("experts", None, "ffn", "hidden"),
+        ("experts", None, "expert_ffn", "hidden"),
         {f"{expert}.{name}.weight": (ffn, hidden) for expert in each for name in (names.gate, names.up)},
         lambda *parts: np.stack(parts),
         is_linear=True,
@@ -156,7 +189,7 @@ def _expert_specs(config: ModelConfig, experts: ExpertsSpec, index: int, names: 
     yield ParamSpec(
         (*here, "experts_down"),
         (num_experts, hidden, ffn),
-        ("experts", "hidden", "ffn"),
+        ("experts", "hidden", "expert_ffn"),
         {f"{expert}.{names.down}.weight": (hidden, ffn) for expert in each},
         lambda *parts: np.stack(parts),
         is_linear=True,

@@ -5,13 +5,14 @@ Owns the swapped blocks and the programs that move blocks; must not know who hol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Int
 
 from jaxpage.batch import Device
@@ -45,8 +46,9 @@ class BlockMover:
         """Sets up the host blocks, filled with zeros.
 
         Args:
-            cache_shapes: of the cache, one a layer, all alike.
+            cache_shapes: of the cache, one a layer, all alike; those without a sharding are on ``device``.
             num_host_blocks: 0: nothing can be swapped.
+            device: one of the cache's.
 
         Raises:
             StartupError: if host blocks are wanted and the device reaches no pinned host memory.
@@ -56,23 +58,29 @@ class BlockMover:
         if any(shape != cache_shapes[0] for shape in cache_shapes):
             raise ValueError(f"cache_shapes: layers must have one shape, got {str(set(cache_shapes))[:200]}")
         self.num_host_blocks = num_host_blocks
-        on_device = SingleDeviceSharding(device)
+        here = SingleDeviceSharding(device)
         self._cache_shapes = jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=on_device), cache_shapes
+            lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=shape.sharding or here), cache_shapes
         )
         self._programs: dict[tuple[BlockOpKind, int], Any] = {}
         self._host_blocks: list[HostBlock] = []
         if num_host_blocks:
             if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
                 raise StartupError(f"{device.device_kind} reaches no pinned host memory; start with swap_space 0")
-            on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
-            num_layers = len(cache_shapes)
-            self._padding: HostBlock = jax.tree.map(
-                lambda shape: jax.device_put(np.zeros((num_layers, *shape.shape[1:]), shape.dtype), on_host),
-                cache_shapes[0],
+            # Layers take the place of blocks, which no device splits: a device's part of a block stays its own.
+            self._host_shape: HostBlock = jax.tree.map(
+                lambda shape: jax.ShapeDtypeStruct(
+                    (len(cache_shapes), *shape.shape[1:]),
+                    shape.dtype,
+                    sharding=shape.sharding.with_memory_kind("pinned_host"),
+                ),
+                self._cache_shapes[0],
             )
-            self._host_shape = jax.tree.map(
-                lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=on_host), self._padding
+            self._padding: HostBlock = jax.tree.map(
+                lambda shape: jax.make_array_from_callback(
+                    shape.shape, shape.sharding, lambda part: np.zeros(shape.shape, shape.dtype)[part]
+                ),
+                self._host_shape,
             )
             self._host_blocks = [self._padding] * num_host_blocks
 
@@ -130,13 +138,17 @@ class BlockMover:
     def _program(self, kind: BlockOpKind, size: int) -> Any:
         if (kind, size) not in self._programs:
             ids = jax.ShapeDtypeStruct((size,), jnp.int32)
-            if kind is BlockOpKind.COPY:
-                lowered = jax.jit(_copy, donate_argnums=0).lower(self._cache_shapes, ids, ids)
-            elif kind is BlockOpKind.SWAP_OUT:
-                lowered = jax.jit(_swap_out).lower(self._cache_shapes, ids)
+            shardings = jax.tree.map(lambda shape: shape.sharding, self._cache_shapes)
+            if kind is BlockOpKind.SWAP_OUT:
+                on_host = jax.tree.map(lambda shape: shape.sharding, self._host_shape)
+                function = jax.jit(partial(_swap_out, shardings), out_shardings=[on_host] * size)
+                lowered = function.lower(self._cache_shapes, ids)
+            elif kind is BlockOpKind.COPY:
+                function = jax.jit(partial(_copy, shardings), donate_argnums=0, out_shardings=shardings)
+                lowered = function.lower(self._cache_shapes, ids, ids)
             else:
-                blocks = [self._host_shape] * size
-                lowered = jax.jit(_swap_in, donate_argnums=0).lower(self._cache_shapes, blocks, ids)
+                function = jax.jit(partial(_swap_in, shardings), donate_argnums=0, out_shardings=shardings)
+                lowered = function.lower(self._cache_shapes, [self._host_shape] * size, ids)
             self._programs[kind, size] = lowered.compile()
         return self._programs[kind, size]
 
@@ -171,24 +183,56 @@ def _pieces(run: list[BlockOp]) -> Iterator[list[BlockOp]]:
         start += size
 
 
-def _copy(kv_cache: KVCache, sources: Int[Array, " n"], destinations: Int[Array, " n"]) -> KVCache:
+Shardings = list[Any]
+"""Of the cache: like a ``KVCache``, a sharding for each array."""
+
+
+def _copy(
+    shardings: Shardings, kv_cache: KVCache, sources: Int[Array, " n"], destinations: Int[Array, " n"]
+) -> KVCache:
     with jax.named_scope("copy_blocks"):
-        return jax.tree.map(lambda layer: copy_blocks(layer, sources, destinations), kv_cache)
+        return jax.tree.map(
+            lambda layer, sharding: _on_parts(copy_blocks, sharding, layer, sources, destinations), kv_cache, shardings
+        )
 
 
-def _swap_out(kv_cache: KVCache, sources: Int[Array, " n"]) -> list[HostBlock]:
+def _swap_out(shardings: Shardings, kv_cache: KVCache, sources: Int[Array, " n"]) -> list[HostBlock]:
     with jax.named_scope("swap_out"):
-        taken = jax.tree.map(lambda *layers: jnp.stack([gather_blocks(x, sources) for x in layers], axis=1), *kv_cache)
+        gathered = jax.tree.map(
+            lambda layer, sharding: _on_parts(gather_blocks, sharding, layer, sources), kv_cache, shardings
+        )
+        taken = jax.tree.map(lambda *layers: jnp.stack(layers, axis=1), *gathered)
         blocks = [jax.tree.map(lambda array, index=index: array[index], taken) for index in range(len(sources))]
         return jax.device_put(blocks, jax.memory.Space.Host)
 
 
-def _swap_in(kv_cache: KVCache, blocks: list[HostBlock], destinations: Int[Array, " n"]) -> KVCache:
+def _swap_in(
+    shardings: Shardings, kv_cache: KVCache, blocks: list[HostBlock], destinations: Int[Array, " n"]
+) -> KVCache:
     with jax.named_scope("swap_in"):
         layers = jax.tree.map(
             lambda *arrays: jnp.stack(arrays, axis=1), *jax.device_put(blocks, jax.memory.Space.Device)
         )
         return [
-            jax.tree.map(lambda layer, put, index=index: scatter_blocks(layer, put[index], destinations), cache, layers)
-            for index, cache in enumerate(kv_cache)
-        ]
+            jax.tree.map(
+                lambda layer, put, sharding, index=index: _on_parts(
+                    scatter_blocks, sharding, layer, put[index], destinations
+                ),
+                cache, layers, sharding,
+            )
+            for index, (cache, sharding) in enumerate(zip(kv_cache, shardings, strict=True))
+        ]  # fmt: skip
+
+
+def _on_parts(function: Callable[..., Any], sharding: Any, cache: Array, *arguments: Array) -> Array:
+    """``function(cache, *arguments)`` on each device's part: kernels cannot be split by the compiler.
+
+    Arguments with as many dimensions as the cache are blocks, split like its own; others are block ids.
+    """
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return function(cache, *arguments)
+    specs = [sharding.spec if argument.ndim == cache.ndim else PartitionSpec() for argument in arguments]
+    in_specs = (sharding.spec, *specs)
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=sharding.spec, check_vma=False)(
+        cache, *arguments
+    )

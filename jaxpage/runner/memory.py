@@ -74,17 +74,17 @@ def available_host_bytes() -> int:
 
 
 def plan_kv_cache(
-    args: EngineArgs, config: EngineConfig, bytes_per_token: int, device: Device, step_bytes: int
+    args: EngineArgs, config: EngineConfig, bytes_per_block: int, device: Device, step_bytes: int
 ) -> KVCachePlan:
     """Decides the number of blocks.
 
     Args:
+        bytes_per_block: on ``device``, if a block is split over several.
         step_bytes: what a step needs beside parameters and cache: compiled temporaries, outputs, sampling state.
 
     Raises:
         StartupError: with the numbers, if not even one request of two tokens fits.
     """
-    bytes_per_block = bytes_per_token * config.block_size
     wanted = config.max_num_seqs * config.max_blocks_per_request + 1
     if args.num_gpu_blocks_override is not None:
         num_blocks = args.num_gpu_blocks_override + 1

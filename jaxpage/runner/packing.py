@@ -74,6 +74,10 @@ class Packing:
             start += size
         return packed, views
 
+    def flags(self, packed: np.ndarray) -> dict[str, bool]:
+        """The flags of a packed array: they are its end."""
+        return dict(zip(self.FLAGS, (packed[-len(self.FLAGS) :] != 0).tolist(), strict=True))
+
     def split(self, packed: Int[Array, " words"]) -> dict[str, Array]:
         """The fields of a packed array on the device."""
         views, start = {}, 0

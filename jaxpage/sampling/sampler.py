@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxpage.batch import SamplingState, SamplingTensors, ScoredTokens
-from jaxpage.request import GREEDY_TEMPERATURE
+from jaxpage.params import GREEDY_TEMPERATURE
 from jaxpage.sampling.logits import edit_logits, filter_logits
 
 ARGMAX_PIECES = 256

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxpage.errors import ParameterError
-from jaxpage.request import BeamSearchParams, FinishReason
+from jaxpage.params import BeamSearchParams
+from jaxpage.request import FinishReason
 
 TokenScore = tuple[int, float, int, list[tuple[int, float]]]
 """Token id, its log probability, its rank (1 is the most likely), and the alternatives, most likely first."""

@@ -35,6 +35,8 @@ class Schedule:
         num_prefill_tokens: tokens of prompts, and tokens computed again after a preemption.
         admitted: requests that got a slot since the step before: per-request device state must be filled.
         block_ops: blocks to move before the step's writes, in this order.
+        call: number of the call of ``Scheduler.schedule`` that made it, from 0 on; empty schedules count. A token that
+            the host does not know is that of the step with ``call - num_stages``.
     """
 
     requests: list[ScheduledRequest]
@@ -43,10 +45,11 @@ class Schedule:
     admitted: list[Request] = dataclasses.field(default_factory=list)
     block_ops: list[BlockOp] = dataclasses.field(default_factory=list)
     num_prefill_tokens: int = 0
+    call: int = 0
 
     @property
     def decides_the_next(self) -> bool:
-        """The step after this one cannot be made without its tokens: they move beams, or masks of tokens."""
+        """Requests of it need its tokens on the host for their next step: they move beams, or masks of tokens."""
         return any(item.samples and (item.request.is_beam or item.request.constraint) for item in self.requests)
 
     @property
@@ -61,11 +64,13 @@ class Draft:
 
     Attributes:
         budget: tokens that may still be added.
+        call: as in ``Schedule``.
         num_prefill_tokens: as in ``Schedule``.
         is_short_of_blocks: somebody had to give way or to pause, so nobody is let in.
     """
 
     budget: int
+    call: int
     items: list[ScheduledRequest] = dataclasses.field(default_factory=list)
     forks: list[ScheduledRequest] = dataclasses.field(default_factory=list)
     is_short_of_blocks: bool = False

@@ -1,7 +1,8 @@
 """Continuous batching by a token budget: who computes how many tokens in the next step.
 
 There is no prefill phase and no decode phase: each step lets ``num_computed_tokens`` catch up with ``num_tokens``. The
-scheduler may be one step ahead of what the host knows: tokens of a step in flight exist as ``num_pending_tokens``.
+scheduler may be ahead of what the host knows, by as many steps as the pipeline has stages: tokens of steps in flight
+exist as ``num_pending_tokens``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class Scheduler:
     3. waiting groups are let in (see ``admission``).
 
     When the pool is short, the last in order gives way (see ``preemption``).
+
+    With ``num_stages`` = S > 1 steps are the micro-batches of a pipeline, and S of them are in flight. A request whose
+    newest token the host does not know goes on S calls after the one that samples it: that step is then through the
+    pipeline, and the token can be read on the device. The chunks of a prompt need no token and follow one another.
+    Requests that decode are dealt out to S steps evenly (see ``_share``).
     """
 
     def __init__(
@@ -48,9 +54,12 @@ class Scheduler:
         policy: str = "fcfs",
         long_prefill_token_threshold: int = 0,
         preemption: PreemptionPolicy | None = None,
+        num_stages: int = 1,
     ) -> None:
         """``long_prefill_token_threshold`` 0 means a quarter of ``max_num_batched_tokens``."""
         self.kv = kv
+        self.num_stages = num_stages
+        self.num_calls = 0
         self.max_num_batched_tokens = max_num_batched_tokens
         self.policy = policy
         self.long_prefill_token_threshold = long_prefill_token_threshold or max(1, max_num_batched_tokens // 4)
@@ -109,7 +118,8 @@ class Scheduler:
         num_preempted = roster.stats.num_preemptions
         if self.policy == "priority":
             self.preemption.make_room_by_priority()
-        draft = Draft(self.max_num_batched_tokens)
+        draft = Draft(self.max_num_batched_tokens, self.num_calls)
+        self.num_calls += 1
         prefills = self._schedule_decodes(draft)
         self._schedule_prefills(prefills, draft)
         admitted = [request for request in roster.started if request.slot >= 0]
@@ -124,6 +134,7 @@ class Scheduler:
             admitted,
             self.kv.take_block_ops(),
             draft.num_prefill_tokens,
+            draft.call,
         )
 
     def update(
@@ -223,8 +234,10 @@ class Scheduler:
         self.kv.reset_prefix_cache()  # nobody else shall find what led there
 
     def _schedule_decodes(self, draft: Draft) -> list[Request]:
-        """One token for every running request that needs just one; returns the others."""
+        """One token for every running request that needs just one and whose turn it is; returns the others."""
         others: list[Request] = []
+        items, share, call = draft.items, self._share(draft.call), draft.call
+        readable = call - self.num_stages  # the call whose tokens this step can read on the device
         kv, group_of = self.kv, self.roster.group_of
         block_size, ref_counts, names_blocks = kv.block_size, kv.pool.ref_counts, kv.enable_prefix_caching
         for request in tuple(self.roster.running):
@@ -235,8 +248,14 @@ class Scheduler:
             if request.is_beam or num_tokens - start != 1:
                 others.append(request)
                 continue
-            if pending and (num_tokens >= request.max_total_tokens or request.constraint is not None):
-                continue  # the token in flight is the last one allowed, or says which may come next
+            if len(items) >= share:
+                continue
+            if pending and (
+                request.sampled_in != readable
+                or num_tokens >= request.max_total_tokens
+                or request.constraint is not None
+            ):
+                continue  # the token in flight comes too late, or is the last one allowed, or says which may come next
             index = start // block_size
             table = request.block_ids
             has_room = index < len(table) and ref_counts[table[index]] == 1  # the common case must not pay for a call
@@ -247,13 +266,23 @@ class Scheduler:
                 continue
             request.num_computed_tokens = start + 1
             request.num_pending_tokens = pending + 1
-            draft.budget -= 1
+            request.sampled_in = call
             if names_blocks and num_known // block_size > request.num_named_blocks:
                 kv.name_blocks(request, being_written=True)
-            draft.items.append(ScheduledRequest(request, start, 1, True, num_tokens - request.num_prompt_tokens))
+            items.append(ScheduledRequest(request, start, 1, True, num_tokens - request.num_prompt_tokens))
+        draft.budget = self.max_num_batched_tokens - len(items)
         for group in dict.fromkeys(group_of[each] for each in others if each.is_beam and each.slot >= 0):
-            self._schedule_beams(group, draft)
+            if len(items) < share:
+                self._schedule_beams(group, draft)
         return [each for each in others if each.slot >= 0 and not (each.is_beam and each.num_pending_tokens)]
+
+    def _share(self, call: int) -> int:
+        """How many of the requests that decode a step may take.
+
+        The steps of any S consecutive calls take all of them, as evenly as can be, so nobody waits for longer than
+        that. Where one step has too many (they came together, or others ended), the last in order move on to the next.
+        """
+        return max(1, (len(self.roster.running) + self.num_stages - 1 - call % self.num_stages) // self.num_stages)
 
     def _schedule_beams(self, group: RequestGroup, draft: Draft) -> None:
         """Beams move on together: all or none of them are in a step."""
@@ -303,6 +332,7 @@ class Scheduler:
         samples = start + count == num_tokens
         if samples:
             request.num_pending_tokens += 1
+            request.sampled_in = draft.call
         self.kv.name_blocks(request, being_written=True)
         item = ScheduledRequest(request, start, count, samples, num_tokens - request.num_prompt_tokens)
         draft.items.append(item)
@@ -325,4 +355,5 @@ class Scheduler:
             self.kv.fork(parent.request, request, num_prompt_tokens)
             roster.start(request, group, num_prompt_tokens, max(0, parent.request.num_cached_tokens))
             request.num_pending_tokens += 1
+            request.sampled_in = draft.call
             draft.forks.append(ScheduledRequest(request, num_prompt_tokens, 0, True, 0, parent))

@@ -13,11 +13,11 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpage.server import completions, embeddings, live, metrics_routes, openapi, page, service, tokenizing
+from jaxpage.server.cross_origin import cross_origin
 from jaxpage.server.envelope import Envelope, Faults
 from jaxpage.server.errors import error_response, to_api_error
 from jaxpage.server.http_metrics import CallObserver
@@ -58,7 +58,7 @@ def create_app(engine: Any, options: ServerOptions = DEFAULT_OPTIONS) -> Starlet
         middleware=[
             Middleware(CallObserver, routes=routes, metrics=server.metrics),
             Middleware(Envelope, server=server),
-            *_cross_origin(options),
+            *cross_origin(options),
             Middleware(Faults),
         ],
         exception_handlers={HTTPException: http_error},
@@ -67,19 +67,3 @@ def create_app(engine: Any, options: ServerOptions = DEFAULT_OPTIONS) -> Starlet
     app.router.redirect_slashes = False
     app.state.server = server
     return app
-
-
-def _cross_origin(options: ServerOptions) -> list[Middleware]:
-    """Outside of ``Faults``, so that pages can read errors, too; without origins there is none."""
-    if not options.allowed_origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=options.allowed_origins,
-            allow_methods=options.allowed_methods,
-            allow_headers=options.allowed_headers,
-            allow_credentials=options.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
-    ]

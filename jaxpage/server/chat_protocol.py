@@ -6,24 +6,29 @@ It must not know how prompts are tokenized, how answers look or how the engine w
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
+from jaxpage.checks import check_bool, check_int
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import BeamSearchParams, check_bool, check_int
+from jaxpage.params import BeamSearchParams, SamplingParams
 from jaxpage.server.chat_setup import ChatSetup
 from jaxpage.server.fields import Body, Limits, check_list, check_object, check_str, field
-from jaxpage.server.messages import check_messages
+from jaxpage.server.messages import check_messages, texts
 from jaxpage.server.protocol import GenerationRequest, Params, shared_fields
 from jaxpage.server.sampling import generation_params
-from jaxpage.server.structured import structured_name
+from jaxpage.server.structured import StructuredField, structured_field
 from jaxpage.server.tools.definitions import Tools, check_tools
-from jaxpage.server.tools.forced import forced_constraint, forced_error
+from jaxpage.server.tools.forced import forced_constraint, schema_error
 from jaxpage.server.tools.parts import AnswerReader
+from jaxpage.server.tools.strict import strict_constraint
 
 MAX_TEMPLATE_LENGTH = 64 * 1024
 """Characters of a template in a request: compiling a larger one takes too long."""
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MESSAGE_CHARACTERS = 10
+"""What a template takes for a message, in characters of its text."""
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -65,13 +70,35 @@ class ChatRequest(GenerationRequest):
 
     def new_reader(self, opens_thoughts: bool) -> AnswerReader:
         """What reads the text of one choice; see ``ChatSetup.reader``."""
-        is_constrained = not isinstance(self.params, BeamSearchParams) and self.params.structured_outputs is not None
-        return self.setup.reader(self.tools, is_constrained, opens_thoughts)
+        return self.setup.reader(self.tools, self.structured_name is not None, opens_thoughts)
+
+    def limit_calls(self, opens_thoughts: bool) -> None:
+        """Lets a grammar see to strict tools where the model chooses; ``opens_thoughts``: the prompt ends within them.
+
+        An answer that has to follow a grammar of the client's holds no calls.
+        """
+        if isinstance(self.params, SamplingParams) and self.structured_name is None and _may_call_strict(self.tools):
+            self.params.structured_outputs = strict_constraint(self.tools, self.setup.form, opens_thoughts)
+
+    def _num_characters(self) -> float:
+        # A template of the client's, and what else it may write out, can take longer than the messages say.
+        options = self.template
+        if options.chat_template or options.chat_template_kwargs or options.needed_variables or self.tools.definitions:
+            return math.inf
+        if any(message.keys() - {"role", "content"} for message in self.messages):
+            return math.inf
+        return sum(MESSAGE_CHARACTERS + sum(map(len, texts(message))) for message in self.messages)
+
+    @property
+    def _constraint_name(self) -> str:
+        if self.structured_name is not None:
+            return super()._constraint_name
+        return f"tool_choice {self.tools.choice}" if self.tools.is_forced else "tools that are strict"
 
     def _in_client_terms(self, error: ParameterError, check: Callable[[Params], None]) -> ParameterError:
-        if not self.tools.is_forced or not error.parameter.startswith("structured_outputs"):
+        if self.structured_name is not None or not error.parameter.startswith("structured_outputs"):
             return super()._in_client_terms(error, check)
-        return forced_error(
+        return schema_error(
             self.tools, error, lambda constraint: check(dataclasses.replace(self.params, structured_outputs=constraint))
         )
 
@@ -91,14 +118,16 @@ def chat_request(body: Body, limits: Limits, setup: ChatSetup) -> ChatRequest:
         for name in ("max_completion_tokens", "max_tokens")
     ]
     num_prompt_logprobs = field(body, "prompt_logprobs", check_int, low=-1)
+    structured = structured_field(body)
     params = generation_params(
         body,
         limits,
+        structured,
         max_tokens=next((value for value in token_limits if value is not None), None),
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
     )
-    _force_tools(template.tools, params, body)
+    _force_tools(template.tools, params, structured)
     if setup.needs_special_tokens(template.tools):
         params.skip_special_tokens = False
     return ChatRequest(
@@ -108,7 +137,7 @@ def chat_request(body: Body, limits: Limits, setup: ChatSetup) -> ChatRequest:
         includes_reasoning=field(body, "include_reasoning", check_bool, True),
         echo=field(body, "echo", check_bool, False),
         add_special_tokens=field(body, "add_special_tokens", check_bool, False),
-        **shared_fields(body, limits, params, num_logprobs, num_prompt_logprobs),
+        **shared_fields(body, limits, params, structured, num_logprobs, num_prompt_logprobs),
     )
 
 
@@ -159,16 +188,22 @@ def _check_logprobs(body: Body, limits: Limits) -> int | None:
     return (top or 0) if is_shown else None
 
 
-def _force_tools(tools: Tools, params: Params, body: Body) -> None:
+def _force_tools(tools: Tools, params: Params, structured: StructuredField | None) -> None:
     """Lets the grammar see to it that forced tools are called."""
+    if isinstance(params, BeamSearchParams) and _may_call_strict(tools):
+        index = tools.names.index(next(iter(tools.strict_schemas)))
+        raise ParameterError(f"tools.{index}.function.strict", "true cannot be combined with use_beam_search")
     if not tools.is_forced:
         return
     if isinstance(params, BeamSearchParams):
         raise ParameterError("tool_choice", f"{tools.choice} cannot be combined with use_beam_search")
-    if params.structured_outputs is not None:
-        name = structured_name(body) or "response_format"
-        raise ParameterError(name.split(".")[0], f"cannot be combined with tool_choice {tools.choice}")
+    if structured is not None:
+        raise ParameterError(structured.name.split(".")[0], f"cannot be combined with tool_choice {tools.choice}")
     params.structured_outputs = forced_constraint(tools)
+
+
+def _may_call_strict(tools: Tools) -> bool:
+    return tools.choice == "auto" and bool(tools.strict_schemas)
 
 
 def _refuse_unsupported(body: Body) -> None:

@@ -16,8 +16,9 @@ from jaxpage.server.tools.definitions import Tools
 from jaxpage.server.tools.forced import forced_reader
 from jaxpage.server.tools.hermes import HermesReader
 from jaxpage.server.tools.json_default import JsonReader
-from jaxpage.server.tools.llama3_json import Llama3JsonReader
+from jaxpage.server.tools.llama3_json import PYTHON_TAG, Llama3JsonReader
 from jaxpage.server.tools.parts import AnswerReader, ContentReader
+from jaxpage.server.tools.strict import AnswerForm
 from jaxpage.tokenizer.chat_template import ChatTemplateError, ContentFormat, compile_template
 
 ToolParser = Callable[[Collection[str]], AnswerReader]
@@ -43,6 +44,7 @@ class ChatSetup:
         content_format: how templates read content; None: as they show.
         trusts_templates: requests may bring templates of their own.
         chooses_tools: the model may be left to choose whether it calls a tool.
+        form: how the model writes its answers.
     """
 
     def __init__(self, tokenizer: Any, options: ServerOptions) -> None:
@@ -57,6 +59,9 @@ class ChatSetup:
         self._parser_name = _fitting_parser(self.template([{}]) or "") if name == "auto" else name
         self._hides_calls = not _survive(tokenizer, HermesReader.markers) and self._parser_name == "hermes"
         self._hides_thoughts = not _survive(tokenizer, ThinkReader.markers) and self._thinks
+        markers = (*HermesReader.markers, *ThinkReader.markers, PYTHON_TAG)
+        special_ids = {marker: found for marker in markers if (found := _special_id(tokenizer, marker)) is not None}
+        self.form = AnswerForm(self._parser_name, self._thinks, special_ids)
 
     def template(self, tools: Sequence[Any] | None) -> str | None:
         """The template that is used unless a request brings its own."""
@@ -103,6 +108,13 @@ def _fitting_parser(template: str) -> str:
     if hermes.OPEN in template or "tools" not in template_variables(template):
         return "hermes"  # also that of the explanation for models whose templates know no tools
     return "llama3_json" if '"parameters"' in template and "ipython" in template else "json"
+
+
+def _special_id(tokenizer: Any, marker: str) -> int | None:
+    """The id of ``marker`` if it is a special token."""
+    token_ids = tokenizer.encode(marker, add_special_tokens=False)
+    is_special = len(token_ids) == 1 and not tokenizer.decode(token_ids, skip_special_tokens=True)
+    return token_ids[0] if is_special else None
 
 
 def _survive(tokenizer: Any, markers: Sequence[str]) -> bool:

@@ -53,8 +53,9 @@ def check_cli_args(parser: argparse.ArgumentParser, options: argparse.Namespace)
     if options.profiler_dir is not None:
         try:
             os.makedirs(options.profiler_dir, exist_ok=True)
-        except OSError as error:
-            parser.error(f"argument --profiler-dir: cannot be made: {options.profiler_dir[:200]}: {error.strerror}")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            parser.error(f"argument --profiler-dir: cannot be made: {options.profiler_dir[:200]!r}: {reason}")
     if options.root_path and (not options.root_path.startswith("/") or options.root_path.endswith("/")):
         parser.error(f"argument --root-path: must start and not end with /, got {options.root_path[:200]!r}")
 

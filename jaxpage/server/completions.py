@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxpage.server.chat_format import ChatFormat
-from jaxpage.server.chat_protocol import chat_request
+from jaxpage.server.chat_protocol import ChatRequest, chat_request
 from jaxpage.server.formats import CompletionFormat
 from jaxpage.server.generation import Generation, coalesced
 from jaxpage.server.prompts import PreparedPrompt
@@ -37,7 +37,12 @@ def routes(server: ApiServer) -> list[Route]:
         def check(body: dict[str, Any]) -> Any:
             return chat_request(body, server.limits, server.chat)
 
-        return await _generate(server, http, check, lambda wanted: [server.prompts.chat(wanted)], ChatFormat)
+        def build(wanted: ChatRequest) -> list[PreparedPrompt]:
+            prompt = server.prompts.chat(wanted)
+            wanted.limit_calls(prompt.opens_thoughts)
+            return [prompt]
+
+        return await _generate(server, http, check, build, ChatFormat)
 
     return [
         Route("/v1/completions", server.guarded(completions), methods=["POST"]),
@@ -64,7 +69,8 @@ async def _generate(
             _check_prompt(server, prompt, wanted)
         return prompts
 
-    prompts = await server.in_thread(prepare)
+    # A thread for a short prompt would cost more than the prompt, and wait for Python's lock twice.
+    prompts = prepare() if wanted.is_light else await server.in_thread(prepare)
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     ticket = server.admit(http, len(prompts) * wanted.num_choices, num_tokens)
     trace = server.trace(http, wanted.params)

@@ -15,8 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jaxpage.checks import check_bool, check_cache_salt, check_int
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import EmbeddingOutput, PoolingParams, TokensPrompt, check_bool, check_cache_salt, check_int
+from jaxpage.params import PoolingParams, TokensPrompt
+from jaxpage.request import EmbeddingOutput
 from jaxpage.server.fields import Body, Limits, check_str, field
 from jaxpage.server.prompt_fields import PromptOptions, Prompts, check_prompts, check_truncation
 from jaxpage.server.state import ApiServer

@@ -5,7 +5,7 @@ It must not know routes or what they answer.
 
 from __future__ import annotations
 
-import uuid
+import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,7 +28,7 @@ class Envelope:
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         state = scope.setdefault("state", {})
         state["has_client_id"] = REQUEST_ID.fullmatch(given) is not None
-        state["request_id"] = given if state["has_client_id"] else uuid.uuid4().hex
+        state["request_id"] = given if state["has_client_id"] else secrets.token_hex(16)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

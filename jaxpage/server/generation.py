@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import uuid
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from jaxpage.request import CompletionOutput, LogprobDict, RequestOutput, TokensPrompt
+from jaxpage.params import TokensPrompt
+from jaxpage.request import CompletionOutput, LogprobDict, RequestOutput
 from jaxpage.server.admission import Ticket
 from jaxpage.server.errors import GenerationError
 from jaxpage.server.prompts import PreparedPrompt
@@ -169,7 +170,7 @@ class Generation:
         return self.engine.generate(
             TokensPrompt(prompt_token_ids=prompt.token_ids),
             self.request.params,
-            f"{uuid.uuid4().hex}:{self._request_id}",
+            f"{secrets.token_hex(16)}:{self._request_id}",
             cache_salt=self.request.cache_salt,
             priority=self.request.priority,
         )

@@ -35,6 +35,7 @@ class CallObserver:
         self._app = app
         self._metrics = metrics
         self._routes = [route for route in routes if isinstance(route, Route)]
+        self._paths = {route.path for route in self._routes}
         for route in self._routes:
             if route.path not in PROBES:
                 for method in sorted((route.methods or set()) - {"HEAD"}):
@@ -78,6 +79,8 @@ class CallObserver:
         logger.log(level, "%s", text.lstrip(), extra=fields)
 
     def _handler(self, scope: Scope) -> str:
+        if scope["path"] in self._paths:  # what is asked for most has no parameters, and no path in front
+            return scope["path"]
         for route in self._routes:
             if route.matches(scope)[0] is not Match.NONE:
                 return route.path

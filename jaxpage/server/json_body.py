@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from jaxpage.errors import shown
 from jaxpage.server.errors import ApiError, ClientGoneError
@@ -43,18 +43,19 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
     if announced.isdecimal() and int(announced) > max_body_bytes:
         raise too_large
     body = bytearray()
-    pieces = request.stream()
+    loop = asyncio.get_running_loop()
     try:
-        while True:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                piece = await anext(pieces, None)
-            if piece is None:
-                return bytes(body)
-            body += piece
-            if len(body) > max_body_bytes:
-                raise too_large
-    except ClientDisconnect:
-        raise ClientGoneError from None
+        async with asyncio.timeout(BODY_TIMEOUT_S) as silence:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > max_body_bytes:
+                    raise too_large
+                if not message.get("more_body"):
+                    return bytes(body)
+                silence.reschedule(loop.time() + BODY_TIMEOUT_S)
     except TimeoutError:
         raise ApiError(400, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", headers=_CLOSE) from None
 

@@ -11,27 +11,34 @@ import socket
 import ssl
 import stat
 
+from jaxpage.errors import ParameterError, unusable_file
+
 
 def check_tls(certfile: str, keyfile: str | None, ca_certs: str | None) -> None:
     """Reads the files, so that a wrong one is known before a model is loaded.
 
     Raises:
-        OSError: naming the file, also for content that is no certificate or a key that does not belong to it.
+        ParameterError: naming option and file, also for content that is no certificate or a key that does not belong
+            to it.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    for path in (certfile, keyfile, ca_certs):
+    for name, path in (("ssl_certfile", certfile), ("ssl_keyfile", keyfile), ("ssl_ca_certs", ca_certs)):
         if path is not None:
-            with open(path, "rb"):
-                pass  # OpenSSL's own errors do not name the file
+            try:
+                with open(path, "rb"):
+                    pass  # OpenSSL's own errors do not name the file
+            except (OSError, ValueError) as error:
+                raise unusable_file(name, path, error) from None
     try:
         context.load_cert_chain(certfile, keyfile, password=_no_password)
     except (OSError, ValueError) as error:
-        raise OSError(f"{certfile}{f' and {keyfile}' if keyfile else ''}: {_reason(error)}") from None
+        both = f"{certfile} and --ssl-keyfile {keyfile}" if keyfile else certfile
+        raise ParameterError("ssl_certfile", f"{both}: {_reason(error)}") from None
     if ca_certs is not None:
         try:
             context.load_verify_locations(ca_certs)
         except OSError as error:
-            raise OSError(f"{ca_certs}: {_reason(error)}") from None
+            raise ParameterError("ssl_ca_certs", f"{ca_certs}: {_reason(error)}") from None
 
 
 def _no_password() -> str:

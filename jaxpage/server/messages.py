@@ -26,6 +26,12 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return [_check_message(f"messages.{index}", message) for index, message in enumerate(messages)]
 
 
+def texts(message: dict[str, Any]) -> list[str]:
+    """The content of a checked message: one text, or those of its parts."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
 def _check_message(path: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ParameterError(path, f"must be an object, got {shown(message)}")

@@ -20,7 +20,7 @@ from jaxpage.server.state import ApiServer
 
 def routes(server: ApiServer) -> list[Route]:
     """The endpoints. Everybody may read the metrics; profiles, which slow everybody down, ask for the key."""
-    exporter = Exporter(server.model_names[0], [server.engine.metrics], server.metrics)
+    exporter = Exporter(server.model_names[0], server.engine.all_metrics, server.metrics)
 
     async def metrics(request: Request) -> Response:
         return Response(exporter.text(), headers={"Content-Type": CONTENT_TYPE})

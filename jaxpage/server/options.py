@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from jaxpage.request import MAX_N, MAX_STOP_STRINGS
+from jaxpage.params import MAX_N, MAX_STOP_STRINGS
 
 DEFAULT_MAX_BODY_BYTES = 32 * 1024 * 1024
 

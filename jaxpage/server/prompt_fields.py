@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from jaxpage.checks import check_int, check_token_ids
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import check_int, check_token_ids
 from jaxpage.server.fields import Body, Limits, field
 
 MAX_PROMPTS = 1024

@@ -12,6 +12,7 @@ from typing import Any
 from jaxpage.errors import ParameterError, shown
 from jaxpage.server.chat_protocol import ChatRequest, TemplateOptions
 from jaxpage.server.chat_setup import ChatSetup, template_variables
+from jaxpage.server.messages import texts
 from jaxpage.server.prompt_fields import PromptOptions, Prompts, too_long
 from jaxpage.server.protocol import CompletionRequest
 from jaxpage.server.tools.prompt import with_tools
@@ -71,13 +72,13 @@ class PromptBuilder:
         Raises:
             ParameterError: for messages that the template refuses, or that are too long.
         """
-        size = sum(len(text.encode()) for message in request.messages for text in _texts(message))
+        size = sum(len(text.encode()) for message in request.messages for text in texts(message))
         self._check_size("messages", size, request)
         text = self.render_chat(request.messages, request.template)
         self._check_size("messages", len(text.encode()), request)  # tools and templates may add a lot
         token_ids = self.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
         prompt = PreparedPrompt(self._fitted("messages", token_ids, request))
-        continued = "\n".join(_texts(request.messages[-1])) if request.template.continue_final_message else ""
+        continued = "\n".join(texts(request.messages[-1])) if request.template.continue_final_message else ""
         if request.echo and continued:
             prompt.echo_text = continued
         else:
@@ -170,8 +171,3 @@ def _named(field: str, prompts: Prompts) -> Iterator[tuple[str, str | list[int]]
     """The prompts with the names that error messages give them."""
     for number, prompt in enumerate(prompts):
         yield f"{field}[{number}]" if len(prompts) > 1 else field, prompt
-
-
-def _texts(message: dict[str, Any]) -> list[str]:
-    content = message["content"]
-    return [content] if isinstance(content, str) else [part["text"] for part in content]

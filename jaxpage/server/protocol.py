@@ -10,14 +10,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxpage.errors import ParameterError, shown
-from jaxpage.request import BeamSearchParams, SamplingParams, check_bool, check_cache_salt, check_int
+from jaxpage.checks import check_bool, check_cache_salt, check_int
+from jaxpage.errors import ConflictError, ParameterError, shown
+from jaxpage.params import BeamSearchParams, SamplingParams
 from jaxpage.server.fields import Body, Limits, check_object, check_str, field
 from jaxpage.server.prompt_fields import PromptOptions, Prompts, check_prompts, check_truncation
 from jaxpage.server.sampling import generation_params
-from jaxpage.server.structured import structured_name
+from jaxpage.server.structured import StructuredField, structured_field
 
 Params = SamplingParams | BeamSearchParams
+LIGHT_CHARACTERS = 1000
+"""A tokenizer takes a microsecond for one at most."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -64,7 +67,25 @@ class GenerationRequest(PromptOptions):
     def _in_client_terms(self, error: ParameterError, check: Callable[[Params], None]) -> ParameterError:
         if self.structured_name is not None and error.parameter.startswith("structured_outputs"):
             return ParameterError(self.structured_name, error.reason)
+        if isinstance(error, ConflictError) and error.other == "structured_outputs":
+            return ConflictError(error.parameter, error.value, self._constraint_name)
         return ParameterError("n", error.reason) if error.parameter == "beam_width" else error
+
+    @property
+    def _constraint_name(self) -> str:
+        """The client's name for what the text has to be."""
+        return (self.structured_name or "structured_outputs").split(".")[0]
+
+    @property
+    def is_light(self) -> bool:
+        """True if its prompts are made and checked in well under a millisecond."""
+        params = self.params
+        is_plain = isinstance(params, BeamSearchParams) or not (params.structured_outputs or params.bad_words)
+        return is_plain and self._num_characters() <= LIGHT_CHARACTERS
+
+    def _num_characters(self) -> float:
+        """What there is to tokenize, in characters or ids."""
+        raise NotImplementedError
 
     @property
     def scores_prompts(self) -> bool:
@@ -77,6 +98,9 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompts: Prompts
+
+    def _num_characters(self) -> float:
+        return sum(map(len, self.prompts))
 
 
 def completion_request(body: Body, limits: Limits) -> CompletionRequest:
@@ -93,15 +117,17 @@ def completion_request(body: Body, limits: Limits) -> CompletionRequest:
     # No new tokens is only of use to score an echoed prompt.
     max_tokens = field(body, "max_tokens", check_int, 16, low=0 if echo else 1, high=limits.max_model_len)
     num_prompt_logprobs = field(body, "prompt_logprobs", check_int, low=-1)
+    structured = structured_field(body)
     params = generation_params(
         body,
         limits,
+        structured,
         max_tokens=max_tokens,
         logprobs=num_logprobs,
         # Echoed prompts are scored like generated tokens; one computation serves both lists.
         prompt_logprobs=_widest(num_logprobs if echo else None, num_prompt_logprobs),
     )
-    shared = shared_fields(body, limits, params, num_logprobs, num_prompt_logprobs)
+    shared = shared_fields(body, limits, params, structured, num_logprobs, num_prompt_logprobs)
     add_special_tokens = field(body, "add_special_tokens", check_bool, True)
     return CompletionRequest(prompts=prompts, echo=echo, add_special_tokens=add_special_tokens, **shared)
 
@@ -110,6 +136,7 @@ def shared_fields(
     body: Body,
     limits: Limits,
     params: Params,
+    structured: StructuredField | None,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
 ) -> dict[str, Any]:
@@ -141,7 +168,7 @@ def shared_fields(
         "cache_salt": field(body, "cache_salt", check_cache_salt),
         "priority": field(body, "priority", check_int, 0, low=-(2**63), high=2**63 - 1),
         "request_id": field(body, "request_id", _check_request_id),
-        "structured_name": structured_name(body),
+        "structured_name": None if structured is None else structured.name,
     }
 
 

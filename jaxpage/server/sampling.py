@@ -7,20 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxpage.checks import check_bool, check_float, check_int
 from jaxpage.config import RECOMMENDED_VALUES
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import (
-    MAX_BEAM_WIDTH,
-    MAX_N,
-    BeamSearchParams,
-    RequestOutputKind,
-    SamplingParams,
-    check_bool,
-    check_float,
-    check_int,
-)
+from jaxpage.params import MAX_BEAM_WIDTH, MAX_N, BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpage.server.fields import Body, Limits, check_list, field
-from jaxpage.server.structured import structured_field
+from jaxpage.server.structured import StructuredField
 
 _SAMPLING_FIELDS = (
     "n",
@@ -57,12 +49,13 @@ _BEAM_FIELDS = (
 def generation_params(
     body: Body,
     limits: Limits,
+    structured: StructuredField | None,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams | BeamSearchParams:
-    """How to generate, as the body says; the arguments are the fields that the endpoints spell differently.
+    """How to generate, as the body says; the last arguments are the fields that the endpoints spell differently.
 
     Raises:
         ParameterError: for a wrong field, or one that would have no effect.
@@ -74,6 +67,8 @@ def generation_params(
             # Echoed logprobs score the prompt, too: then it is echo that asks for too much.
             name = "prompt_logprobs" if body.get("prompt_logprobs") is not None else "echo"
             raise ParameterError(name, "prompts are not scored with use_beam_search")
+        if structured is not None:
+            raise ParameterError(structured.name.split(".")[0], "cannot be combined with use_beam_search")
         return _beam_search_params(body, limits, max_tokens, logprobs)
     if field(body, "length_penalty", check_float, 1.0) != 1:
         raise ParameterError("length_penalty", f"needs use_beam_search true, got {shown(body['length_penalty'])}")
@@ -81,7 +76,6 @@ def generation_params(
         raise ParameterError("early_stopping", f"needs use_beam_search true, got {shown(body['early_stopping'])}")
     field(body, "n", check_int, low=1, high=limits.max_n)
     values = {name: limits.generation_config[name] for name in RECOMMENDED_VALUES if name in limits.generation_config}
-    structured = structured_field(body)
     params = SamplingParams(
         **(values | _given(body, limits)),
         structured_outputs=None if structured is None else structured.params,
@@ -97,8 +91,6 @@ def generation_params(
 def _beam_search_params(body: Body, limits: Limits, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
     if field(body, "stream", check_bool, False):
         raise ParameterError("stream", "cannot be combined with use_beam_search")
-    if (structured := structured_field(body)) is not None:
-        raise ParameterError(structured.name.split(".")[0], "cannot be combined with use_beam_search")
     _refuse_sampling_values(body, limits)
     # Samples and beams have limits of their own; the operator's is for both where it is below them.
     width = field(body, "n", check_int, 1, low=1, high=MAX_BEAM_WIDTH if limits.max_n == MAX_N else limits.max_n)

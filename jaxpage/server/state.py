@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from jaxpage.errors import shown
 from jaxpage.metrics import ServerMetrics
-from jaxpage.request import BeamSearchParams, SamplingParams
+from jaxpage.params import BeamSearchParams, SamplingParams
 from jaxpage.server.admission import Admission, Ticket
 from jaxpage.server.chat_setup import ChatSetup
 from jaxpage.server.errors import ApiError, unavailable

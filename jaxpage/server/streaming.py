@@ -34,22 +34,27 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
     Raises:
         ClientGoneError: if the client was gone first.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
+    working = asyncio.current_task()
+    assert working is not None, "the server runs calls in tasks"
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        working.cancel()
+
+    # One task beside this one: a call's own costs of tasks and rounds of the loop are among its largest.
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGoneError
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and working.uncancel() == 0:  # else somebody cancelled the whole call, too
+            raise ClientGoneError from None
+        raise
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watching.cancel()
 
 
 class EventStream:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxpage.checks import check_bool
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import StructuredOutputsParams, check_bool
+from jaxpage.params import StructuredOutputsParams
 from jaxpage.server.fields import Body, check_object, check_str, field
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -38,12 +39,6 @@ def structured_field(body: Body) -> StructuredField | None:
         first, second = (each.name.split(".")[0] for each in found[:2])
         raise ParameterError(second, f"cannot be combined with {first}")
     return found[0] if found else None
-
-
-def structured_name(body: Body) -> str | None:
-    """The client's path of the constraint, for errors that the engine finds in it."""
-    found = structured_field(body)
-    return None if found is None else found.name
 
 
 def _from_response_format(body: Body) -> list[StructuredField]:

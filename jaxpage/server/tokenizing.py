@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jaxpage.checks import check_bool, check_token_ids
 from jaxpage.errors import ParameterError
-from jaxpage.request import check_bool, check_token_ids
 from jaxpage.server.chat_protocol import check_template_options
 from jaxpage.server.fields import Body, Limits, check_str, field
 from jaxpage.server.messages import check_messages

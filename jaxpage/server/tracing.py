@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.errors import StartupError
-from jaxpage.request import BeamSearchParams, RequestOutput, SamplingParams
+from jaxpage.params import BeamSearchParams, SamplingParams
+from jaxpage.request import RequestOutput
 
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 PROTOCOLS = ("grpc", "http/protobuf")

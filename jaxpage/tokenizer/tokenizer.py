@@ -136,6 +136,19 @@ class Tokenizer:
         """Writes the tokenizer.json that other programs read; without the chat template."""
         self._backend.save(str(path))
 
+    def save_directory(self, path: Path) -> None:
+        """Writes the files from which ``from_directory`` makes a tokenizer that is equal to this one."""
+        self.save(path / "tokenizer.json")
+        config: dict[str, Any] = {name: getattr(self, name) for name in _NAMES} | {"add_bos_token": self.adds_bos}
+        if self._tool_chat_template is not None:
+            named = {"default": self.chat_template, "tool_use": self._tool_chat_template}
+            config["chat_template"] = [
+                {"name": name, "template": template} for name, template in named.items() if template is not None
+            ]
+        elif self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        (path / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`; the text of special tokens becomes those tokens.
 

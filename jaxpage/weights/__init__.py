@@ -1,6 +1,7 @@
 """Where weights come from: named tensors in Hugging Face naming, read one at a time from safetensors or GGUF files.
 
-The readers know nothing about jax, meshes or the model's parameter tree; only the loader does.
+The readers know nothing about jax, meshes or the model's parameter tree; only the loader does, and ``orbax_arrays`` and
+``orbax_writer``, which restore and write checkpoints that hold that tree itself.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ from jaxpage.errors import StartupError, shown
 if TYPE_CHECKING:
     from jaxpage.tokenizer import Tokenizer
 
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES += ("vocab.json", "merges.txt", "chat_template*")
+"""Names of the files in which a Hugging Face directory has its tokenizer and chat templates."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -29,21 +32,32 @@ class WeightsError(StartupError, ValueError):
         super().__init__(" ".join(message.split()))
 
 
-class Checkpoint(abc.ABC):
-    """A set of named tensors with the configuration that belongs to them.
-
-    Names, orientation ([out_features, in_features]) and meaning of the tensors are those of Hugging Face whatever the
-    format of the file. Opening checks the files' structure; the tensors' bytes are read by ``read`` only.
+class ModelFiles(abc.ABC):
+    """What belongs to a model beside its weights.
 
     Attributes:
         path: The directory or file that was opened.
         config: The content of Hugging Face's config.json.
         generation_config: The content of generation_config.json, or {}.
+        quantization: The kind of ``QuantizedWeight`` that linear weights are stored as already; None: they are floats.
     """
 
     path: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    quantization: str | None = None
+
+    @abc.abstractmethod
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that belongs to these weights."""
+
+
+class Checkpoint(ModelFiles):
+    """A set of named tensors with the configuration that belongs to them.
+
+    Names, orientation ([out_features, in_features]) and meaning of the tensors are those of Hugging Face whatever the
+    format of the file. Opening checks the files' structure; the tensors' bytes are read by ``read`` only.
+    """
 
     @abc.abstractmethod
     def names(self) -> list[str]:
@@ -64,10 +78,6 @@ class Checkpoint(abc.ABC):
         Raises:
             WeightsError: there is no tensor of that name.
         """
-
-    @abc.abstractmethod
-    def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that belongs to these weights."""
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -6,19 +6,23 @@ Names and shapes come from ``jaxpage.models``, bytes from the checkpoint; nothin
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from jaxpage.batch import Device
 from jaxpage.errors import StartupError
+from jaxpage.layers.linear import quantized_axes
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
 from jaxpage.models.weight_map import ParamSpec
-from jaxpage.weights.source import Checkpoint, WeightsError
+from jaxpage.parallel.placement import Placement
+from jaxpage.weights.orbax_arrays import restored_params
+from jaxpage.weights.source import Checkpoint, OrbaxCheckpoint, WeightsError
 from pallas_kernels.quantized_matmul import GROUP_SIZES, QuantizedWeight, quantize
 
 FLOAT_TYPES = {np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -27,25 +31,32 @@ COMPUTED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")
 
 
 def load_params(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | OrbaxCheckpoint,
     config: ModelConfig,
     specs: Sequence[ParamSpec],
     dtype: str,
-    device: Device,
+    placement: Placement,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     quantization: str | None = None,
+    *,
+    all_specs: Sequence[ParamSpec] | None = None,
 ) -> Params:
     """Reads, assembles, converts and places every parameter; at most one is held on the host at a time.
 
     Args:
-        quantization: how linear weights are stored, a kind of ``QuantizedWeight``; None: in ``dtype`` as all else.
+        config, specs: of the model, or of one stage of it.
+        all_specs: those of the whole model, if ``specs`` are a stage's: what the checkpoint must hold.
+        quantization: how linear weights are stored, a kind of ``QuantizedWeight``; None: in ``dtype`` as all else, or
+            as the checkpoint has them if it is an ``OrbaxCheckpoint``, which this process reads its parts of only.
 
     Raises:
         WeightsError: naming the tensor that is missing, extra, misshaped or of an unknown type.
         StartupError: naming the tensor whose columns do not divide into groups, or of experts that cannot be int4.
     """
-    _check_names(checkpoint, config, specs)
-    group_sizes = _group_sizes(specs, quantization)
+    if isinstance(checkpoint, OrbaxCheckpoint):
+        return _restore(checkpoint, config, specs, dtype, placement, progress, quantization, all_specs or specs)
+    _check_names(checkpoint, config, specs if all_specs is None else all_specs)
+    group_sizes = _group_sizes(specs, quantization, placement)
     params = _empty_tree(config)
     for index, spec in enumerate(specs):
         parts = [_read(checkpoint, name, shape) for name, shape in spec.sources.items()]
@@ -53,9 +64,33 @@ def load_params(
         if index in group_sizes:
             # What the checkpoint says is rounded once, not to dtype first; but no device takes float64.
             real = np.ascontiguousarray(leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf)
-            leaf = _quantize(jax.device_put(real, device), quantization, group_sizes[index])
+            leaf = _quantize(_placed(real, spec, placement), spec, placement, quantization, group_sizes[index])
         else:
-            leaf = jax.device_put(np.ascontiguousarray(leaf.astype(np.dtype(dtype))), device)
+            leaf = _placed(np.ascontiguousarray(leaf.astype(np.dtype(dtype))), spec, placement)
+        _put(params, spec.path, leaf)
+        progress("loading weights", index + 1, len(specs))
+    return params
+
+
+def _restore(
+    checkpoint: OrbaxCheckpoint,
+    config: ModelConfig,
+    specs: Sequence[ParamSpec],
+    dtype: str,
+    placement: Placement,
+    progress: Callable[[str, int, int], None],
+    quantization: str | None,
+    all_specs: Sequence[ParamSpec],
+) -> Params:
+    checkpoint.check_quantization(quantization)
+    group_sizes = _group_sizes(specs, quantization, placement) if checkpoint.quantization is None else {}
+    dtypes = [None if index in group_sizes else dtype for index in range(len(specs))]
+    params = _empty_tree(config)
+    leaves = restored_params(checkpoint, specs, dtypes, placement, all_specs)
+    for index, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
+        if index in group_sizes:
+            assert not isinstance(leaf, QuantizedWeight), "nothing is quantised twice"
+            leaf = _quantize(leaf, spec, placement, quantization, group_sizes[index])
         _put(params, spec.path, leaf)
         progress("loading weights", index + 1, len(specs))
     return params
@@ -65,32 +100,78 @@ def dummy_params(
     config: ModelConfig,
     specs: Sequence[ParamSpec],
     dtype: str,
-    device: Device,
+    placement: Placement,
     seed: int,
     quantization: str | None = None,
 ) -> Params:
     """Random weights of the right shapes: norms 1, biases 0, all else normal with the usual deviation 0.02."""
     key = jax.random.key(seed & 0x7FFFFFFF)
     params = _empty_tree(config)
-    group_sizes = _group_sizes(specs, quantization)
-    with jax.default_device(device):
-        for index, spec in enumerate(specs):
-            name = str(spec.path[-1])
-            if name.endswith("_norm"):
-                leaf = jax.numpy.ones(spec.shape, dtype)
-            elif name.endswith("_bias"):
-                leaf = jax.numpy.zeros(spec.shape, dtype)
-            else:
-                noise = jax.random.normal(jax.random.fold_in(key, index), spec.shape, np.float32)
-                leaf = (0.02 * noise).astype(dtype)
-                if index in group_sizes:
-                    leaf = _quantize(leaf, quantization, group_sizes[index])
-            _put(params, spec.path, leaf)
+    group_sizes = _group_sizes(specs, quantization, placement)
+    for spec, group_size in zip(specs, map(group_sizes.get, range(len(specs))), strict=True):
+        name = str(spec.path[-1])
+        if name.endswith(("_norm", "_bias")):
+            leaf = _placed(np.full(spec.shape, float(name.endswith("_norm")), np.dtype(dtype)), spec, placement)
+        else:
+            # By its name in the whole model: the same numbers whatever the mesh, and in whichever stage it is.
+            leaf = _noise(jax.random.fold_in(key, _number(spec)), spec, dtype, placement)
+            if group_size is not None:
+                leaf = _quantize(leaf, spec, placement, quantization, group_size)
+        _put(params, spec.path, leaf)
     return params
 
 
-def _group_sizes(specs: Sequence[ParamSpec], quantization: str | None) -> dict[int, int]:
-    """For each spec, by index, that is to be quantised: the largest group size that divides its columns.
+def param_shapes(
+    config: ModelConfig, specs: Sequence[ParamSpec], dtype: str, placement: Placement, quantization: str | None = None
+) -> Params:
+    """What ``load_params`` makes, as ``jax.ShapeDtypeStruct`` with shardings.
+
+    Raises:
+        ParameterError, StartupError: what cannot be laid out or quantised like that.
+    """
+    group_sizes = _group_sizes(specs, quantization, placement)
+    params = _empty_tree(config)
+    for index, spec in enumerate(specs):
+        leaf: Any = jax.ShapeDtypeStruct(spec.shape, np.dtype(dtype))
+        axes: Any = spec.axes
+        if index in group_sizes:
+            assert quantization is not None, "only what is quantised has groups"
+            leaf = jax.eval_shape(partial(quantize, kind=quantization, group_size=group_sizes[index]), leaf)
+            axes = quantized_axes(spec.axes, quantization)
+        laid_out = jax.tree.map(lambda part, axes, spec=spec: placement.laid_out(part, axes, _path(spec)), leaf, axes)
+        _put(params, spec.path, laid_out)
+    return params
+
+
+def _number(spec: ParamSpec) -> int:
+    """Of a parameter, from the names of its tensors, which do not change with a stage."""
+    return zlib.crc32(" ".join(spec.sources).encode())
+
+
+def _noise(key: jax.Array, spec: ParamSpec, dtype: str, placement: Placement) -> jax.Array:
+    def draw(key: jax.Array) -> jax.Array:
+        return (0.02 * jax.random.normal(key, spec.shape, np.float32)).astype(dtype)
+
+    with jax.default_device(placement.first_device):
+        return jax.jit(draw, out_shardings=placement.sharding(spec.axes))(key)
+
+
+def _placed(array: np.ndarray, spec: ParamSpec, placement: Placement) -> jax.Array:
+    """Puts each device's part on it; other processes place theirs."""
+    sharding = placement.laid_out(array, spec.axes, _path(spec)).sharding
+    if sharding is None:
+        return jax.device_put(array)
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+
+def _path(spec: ParamSpec) -> str:
+    return ".".join(map(str, spec.path))
+
+
+def _group_sizes(specs: Sequence[ParamSpec], quantization: str | None, placement: Placement) -> dict[int, int]:
+    """For each spec, by index, that is to be quantised: the largest group size that divides its columns on each device.
 
     Kinds without groups take any size.
     """
@@ -102,22 +183,28 @@ def _group_sizes(specs: Sequence[ParamSpec], quantization: str | None) -> dict[i
                     f"quantization int4: tensor {next(iter(spec.sources))} is of a mixture of experts, "
                     "which can be int8 or fp8"
                 )
-            fitting = [size for size in GROUP_SIZES if quantization != "int4" or spec.shape[-1] % size == 0]
+            ways = placement.ways(spec.axes[-1])
+            fitting = [size for size in GROUP_SIZES if quantization != "int4" or spec.shape[-1] % (size * ways) == 0]
             if not fitting:
+                split = f" over {ways} devices" if ways > 1 else ""
                 raise StartupError(
-                    f"quantization {quantization}: tensor {next(iter(spec.sources))} has {spec.shape[-1]} columns, "
-                    f"which is a multiple of none of the group sizes {', '.join(map(str, GROUP_SIZES))}"
+                    f"quantization {quantization}: tensor {next(iter(spec.sources))} has {spec.shape[-1]} columns"
+                    f"{split}, which is a multiple of none of the group sizes {', '.join(map(str, GROUP_SIZES))}"
                 )
             sizes[index] = fitting[0]
     return sizes
 
 
-_quantize_jit = jax.jit(quantize, static_argnums=(1, 2))
-
-
-def _quantize(weight: jax.Array, kind: str | None, group_size: int) -> QuantizedWeight:
+def _quantize(
+    weight: jax.Array, spec: ParamSpec, placement: Placement, kind: str | None, group_size: int
+) -> QuantizedWeight:
+    assert kind is not None, "only what is to be quantised has a group size"
+    axes = quantized_axes(spec.axes, kind)
+    values, scales = placement.sharding(axes.values), placement.sharding(axes.scales)
+    shardings = QuantizedWeight(values, scales)  # pyright: ignore[reportArgumentType]
+    stored = jax.jit(quantize, static_argnums=(1, 2), out_shardings=shardings)(weight, kind, group_size)
     # Waits, so that the full weight is gone before the next one is read.
-    return jax.block_until_ready(_quantize_jit(weight, kind, group_size))
+    return jax.block_until_ready(stored)
 
 
 def _check_names(checkpoint: Checkpoint, config: ModelConfig, specs: Sequence[ParamSpec]) -> None:

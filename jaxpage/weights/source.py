@@ -11,26 +11,26 @@ from pathlib import Path
 
 from jaxpage.errors import shown
 from jaxpage.weights import builtin
-from jaxpage.weights.checkpoint import Checkpoint, WeightsError
+from jaxpage.weights.checkpoint import TOKENIZER_FILES, Checkpoint, WeightsError
 from jaxpage.weights.gguf import GgufCheckpoint
+from jaxpage.weights.orbax_checkpoint import MANIFEST_FILE, OrbaxCheckpoint
 from jaxpage.weights.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsCheckpoint
 
-__all__ = ["Checkpoint", "WeightsError", "open_checkpoint", "resolve_model"]
+__all__ = ["Checkpoint", "OrbaxCheckpoint", "WeightsError", "open_checkpoint", "resolve_model"]
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NO_PICKLES = "pickled weights (.bin, .pt, .pth) are never loaded, since they can run code; convert them to safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What is downloaded from the hub: nothing that could hold code, no pickles, no second copies of the weights.
-_HUB_FILES = ["*.safetensors", INDEX_FILE, "config.json", "generation_config.json", "chat_template*", "tokenizer*"]
-_HUB_FILES += ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
+_HUB_FILES = ["*.safetensors", INDEX_FILE, "config.json", "generation_config.json", *TOKENIZER_FILES]
 _HUB_STRAYS = ["*/*", "consolidated*", "*.py"]
 
 
-def open_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint:
-    """Open a directory in Hugging Face's layout, or a GGUF file.
+def open_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint | OrbaxCheckpoint:
+    """Open a directory in Hugging Face's layout, a GGUF file, or a directory that ``jaxpage checkpoint`` wrote.
 
-    A directory is read as safetensors if it has an index or a model.safetensors; a directory with neither and exactly
-    one .gguf file, as GGUF.
+    A directory is one of ours if it has our manifest. It is read as safetensors if it has an index or a
+    model.safetensors; a directory with neither and exactly one .gguf file, as GGUF.
 
     Args:
         needs_weights: False if only config and tokenizer count: a directory then needs no weight files, and those it
@@ -40,6 +40,8 @@ def open_checkpoint(path: Path, *, needs_weights: bool = True) -> Checkpoint:
         WeightsError: nothing there can be opened, or a file is missing, damaged or not supported.
     """
     if path.is_dir():
+        if (path / MANIFEST_FILE).exists():
+            return OrbaxCheckpoint(path, needs_weights=needs_weights)
         if not needs_weights and (path / "config.json").exists():
             return SafetensorsCheckpoint(path, needs_weights=False)
         return _open_directory(path)

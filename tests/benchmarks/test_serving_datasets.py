@@ -160,6 +160,44 @@ def test_files_that_are_missing_or_something_else(name: str, tokens: LocalTokens
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("sharegpt", "[", "it is not JSON: "),
+        ("sharegpt", "5", "it must be a list of conversations, not 5"),
+        ("sharegpt", '[{"conversations": []}, 5]', "entry 1 must have a list of conversations, got 5"),
+        ("sharegpt", '[{"conversations": [{"from": "a"}]}]', "entry 0 has a turn without a text as value: "),
+        ("timed_trace", '{"arrival_s": 1}', "record 1 is not a request: it has no prompt_tokens: "),
+        ("timed_trace", "{}\n{", "record 1 is not a request: it has no arrival_s: "),
+        ("timed_trace", '{"arrival_s": "x"}', "record 1 is not a request: arrival_s must be a number, got 'x'"),
+        ("timed_trace", '{"timestamp": [], "input_length": 1}', "timestamp must be a number, got []"),
+        (
+            "timed_trace",
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 5}',
+            "hash_ids must be a list",
+        ),
+        ("timed_trace", "TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,1", "TIMESTAMP must be a date and time, got 'x'"),
+        ("timed_trace", "TIMESTAMP,ContextTokens\n2023-11-16 18:01:51,1", "it has no GeneratedTokens"),
+        ("timed_trace", "", "holds no request"),
+        ("sharegpt", "\xff", "is not UTF-8 text"),
+        ("sonnet", "\xff", "is not UTF-8 text"),
+        ("timed_trace", "{\xff", "is not UTF-8 text"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_in_words(
+    name: str, content: str, reason: str, tokens: LocalTokens, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ParameterError) as caught:
+        make_samples(options("--dataset-name", name, "--dataset-path", file), tokens, 9, 0)
+    assert caught.value.parameter == "dataset_path"
+    assert reason in caught.value.reason
+    assert str(file) in caught.value.reason
+    for name_of_ours in ("Error", "indices", "NoneType"):
+        assert name_of_ours not in caught.value.reason
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         ["--num-prompts", "0"],
@@ -174,6 +212,9 @@ def test_files_that_are_missing_or_something_else(name: str, tokens: LocalTokens
         ["--percentile-metrics", "ttft,x"],
         ["--header", "novalue"],
         ["--extra-body", "{"],
+        ["--extra-body", "[]"],
+        ["--endpoint", "v1"],
+        ["--request-id-prefix", "a b"],
     ],
 )
 def test_bad_flags_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from api_client import Api
 
 from jaxpage import LLM, AsyncLLMEngine
-from jaxpage.batch import ModelInputs, SamplingState
+from jaxpage.batch import ModelInputs
 from jaxpage.layers.kv_cache import KVCache
 from jaxpage.models.config import ModelConfig
 from jaxpage.runner import step as step_module
@@ -101,30 +101,32 @@ class ForcedModel:
 
     def _replace_the_model(self) -> None:
         engine, runner = self.llm.engine, self.llm.engine.core.runner
-        add, lower = engine.add, runner._programs.lower
+        stage = runner.worker.stages[0]
+        add, lower = engine.add, stage.programs.lower
 
         def noting(request_id: str, prompt_token_ids: list[int], *args: Any, **options: Any) -> None:
             self._prompts.add(tuple(prompt_token_ids))
             add(request_id, prompt_token_ids, *args, **options)
 
         def lower_forced(*args: Any) -> jax.stages.Lowered:
-            parts = {"forward": _forward, "unembed": self._unembed, "model_inputs": self._model_inputs}
+            parts = {"embed": _ids, "apply_layers": _write_and_read, "final_norm": _as_it_is}
+            parts |= {"unembed": self._unembed, "model_inputs": self._model_inputs}
             parts |= {"pool": functools.partial(_no_vectors, engine.model)}
             with mock.patch.multiple(step_module, **parts):
                 return lower(*args)
 
         engine.add = noting
-        runner._programs.lower = lower_forced  # pyright: ignore[reportAttributeAccessIssue]
-        runner._steps.clear()
+        stage.programs.lower = lower_forced  # pyright: ignore[reportAttributeAccessIssue]
+        stage.steps.clear()
         # Programs that call back are in no cache on disk, so there is one for all steps.
-        runner.buckets = runner.buckets[-1:]
+        runner.worker.buckets = runner.worker.buckets[-1:]
 
-    def _model_inputs(self, fields: dict[str, jax.Array], state: SamplingState, block_size: int) -> ModelInputs:
+    def _model_inputs(self, fields: dict[str, jax.Array], last_token: jax.Array, block_size: int) -> ModelInputs:
         # A forked row samples from its parent's token: only the row knows whose sample it is.
         self._sample_indices = fields["seeds"][:, 2].astype(jnp.int32)
-        return _model_inputs(fields, state, block_size)
+        return _model_inputs(fields, last_token, block_size)
 
-    def _unembed(self, params: Any, config: Any, histories: jax.Array) -> jax.Array:
+    def _unembed(self, params: Any, config: Any, histories: jax.Array, layout: None) -> jax.Array:
         samples, self._sample_indices = self._sample_indices, None
         is_drawing = samples is not None
         if samples is None:  # a prompt is scored
@@ -159,13 +161,22 @@ class ForcedModel:
 _model_inputs = step_module.model_inputs
 
 
-def _forward(
-    params: Any, config: Any, kv_cache: KVCache, inputs: ModelInputs, attention_implementation: str = "auto"
+def _ids(params: Any, config: Any, token_ids: jax.Array, layout: None) -> jax.Array:
+    """In place of embeddings."""
+    return token_ids
+
+
+def _as_it_is(params: Any, config: Any, x: jax.Array, layout: None) -> jax.Array:
+    return x
+
+
+def _write_and_read(
+    params: Any, config: Any, kv_cache: KVCache, ids: jax.Array, inputs: ModelInputs, implementation: str, layout: None
 ) -> tuple[KVCache, jax.Array]:
     """Writes ids as keys and values; in place of hidden states, [T, 1 + L]: the length of each history, and its ids."""
     layer, metadata = kv_cache[0], inputs.attention
     num_kv_heads, head_dim = layer.kv.shape[1], layer.kv.shape[3] // 2
-    ids = inputs.token_ids.astype(layer.kv.dtype)
+    ids = ids.astype(layer.kv.dtype)
     rows_of_ids = jnp.broadcast_to(ids[:, None, None], (len(ids), num_kv_heads, head_dim))
     layer = layer.write(rows_of_ids, rows_of_ids, inputs.slot_mapping)
     tokens, ends = jnp.arange(len(ids)), metadata.cu_seqlens_q

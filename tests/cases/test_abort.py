@@ -39,7 +39,7 @@ async def engine(model: ForcedModel) -> AsyncIterator[AsyncLLMEngine]:
 async def idle(engine: AsyncLLMEngine, timeout_s: float = 10.0) -> None:
     """Waits until nothing runs or waits any more."""
     async with asyncio.timeout(timeout_s):
-        while engine.num_unfinished_requests or engine._engine.has_work:
+        while engine.num_unfinished_requests or engine.group.engines[0].engine.has_work:
             await asyncio.sleep(0.005)
         counts = engine.metrics.read().counts
         assert (counts.num_running, counts.num_waiting) == (0, 0)

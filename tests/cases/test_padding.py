@@ -40,11 +40,11 @@ def test_pad_1_padding_writes_to_the_scratch_block_only(
     llm_for: Callable[..., LLM], model: RandomModel, random_ids: Callable[..., list[int]]
 ) -> None:
     llm = llm_for(model.directory, max_num_seqs=4, enable_prefix_caching=False)
-    runner = llm.engine.core.runner
+    stage = llm.engine.core.runner.worker.stages[0]
     asks = [ask(random_ids(length), max_tokens=8) for length in (5, 3, 9, 4)]
     expected = [numpy_reference.greedy(model.config, model.tensors, each.prompt, 8) for each in asks]
     for count in range(1, 5):
-        runner._kv_cache = jax.tree.map(lambda x: jnp.full_like(x, MARK), runner._kv_cache)
+        stage.kv_cache = jax.tree.map(lambda x: jnp.full_like(x, MARK), stage.kv_cache)
         with recorded(llm) as steps:
             outputs = run(llm, asks[:count])
         assert [ids_of(output) for output in outputs] == [[ids] for ids in expected[:count]]
@@ -52,7 +52,7 @@ def test_pad_1_padding_writes_to_the_scratch_block_only(
         for row in itertools.chain(*steps):
             for position in range(row.start, row.start + row.num_tokens):
                 written[row.block_ids[position // 4], position % 4] = True
-        for layer in runner._kv_cache:
+        for layer in stage.kv_cache:
             # The cache is [blocks, heads, positions, head_dim].
             is_touched = (np.asarray(layer.kv) != MARK).any(axis=(1, 3))
             assert is_touched[0].any(), "nothing was padded"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -85,13 +84,9 @@ async def test_val_3_a_huge_n_is_refused_and_a_large_one_is_queued(forced_model:
     model = forced_model(num_gpu_blocks_override=64, max_model_len=128)
     model.says(lambda prompt, sample: [97 + sample % 26] * 4)
     async with model.serving() as api:
-        slowest_s = 0.0
         for n in (1_000_000, 129, 0, -1, 1.5, "2"):
-            began_s = time.monotonic()
-            await api.refused(COMPLETIONS, {"prompt": "Hi", "n": n, "max_tokens": 1}, "n")
+            await api.refused_at_once(COMPLETIONS, {"prompt": "Hi", "n": n, "max_tokens": 1}, "n")
             assert (await api.client.get("/health")).status_code == 200
-            slowest_s = max(slowest_s, time.monotonic() - began_s)
-        assert slowest_s < 0.5
         answer = await api.complete(prompt=[7] * 10, n=100, max_tokens=4)
         assert [choice["text"] for choice in answer["choices"]] == [4 * chr(97 + index % 26) for index in range(100)]
         model.scores(dice)

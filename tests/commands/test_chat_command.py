@@ -6,6 +6,7 @@ import asyncio
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from api_client import serving
@@ -15,6 +16,7 @@ from jaxpage.commands import chat
 from jaxpage.server.app import create_app
 
 Say = Callable[..., int]
+TLS = Path(__file__).parents[1] / "data" / "tls"
 
 
 @pytest.fixture
@@ -98,6 +100,24 @@ def test_with_a_server(engine: FakeEngine, say: Say, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.count("connection refused") == 2
 
 
+def test_a_server_with_a_certificate_of_its_own(
+    engine: FakeEngine, say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(create_app(engine), ssl_certfile=TLS / "cert.pem", ssl_keyfile=TLS / "key.pem") as url:
+        assert say("", "-q", "Hi", "--url", url, "--insecure") == 0
+    assert capsys.readouterr().out == "Hello world\n"
+
+
+def test_lines_that_are_not_utf8_are_passed_over(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\nH\xc3\xb6\n"), encoding="ascii"))
+    assert chat.main([]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("Hello world\n", "jaxpage: error: input: is not UTF-8 text\n")
+    assert len(prompts(engine)) == 1 and "Hö" in prompts(engine)[0]
+
+
 def test_reasoning_is_no_part_of_the_answer(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     pieces = [chat.Piece("hm", is_reasoning=True), chat.Piece("yes")]
     heard = []
@@ -121,6 +141,12 @@ def test_reasoning_is_no_part_of_the_answer(say: Say, capsys: pytest.CaptureFixt
     [
         (["--url", "http://x", "--max-model-len", "5"], "--max-model-len: is an option of the engine"),
         (["--api-key", "k"], "--api-key: needs --url"),
+        (["--insecure"], "--insecure: needs --url"),
+        (["--url", "http://x", "--api-key", "a b"], "--api-key: must be visible ASCII characters"),
+        (["--url", "http://["], "--url: must be http://HOST"),
+        (["-q", ""], "--quick: must not be empty"),
+        (["-q", "a\udcff"], "--quick: is not UTF-8 text"),
+        (["--stop", "a\udcff"], "--stop: is not UTF-8 text"),
         (["--temperature", "3"], "--temperature: must be in [0, 2], got 3.0"),
         (["--url", "x"], "--url: must be http://HOST"),
     ],

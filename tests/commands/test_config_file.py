@@ -130,14 +130,14 @@ def test_mistakes_are_one_line(
         parse(text)
     assert exit_.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"jaxpage: error: {tmp_path / 'c.yaml'}: ") and error.count("\n") == 1
+    assert error.startswith(f"jaxpage: error: --config: {tmp_path / 'c.yaml'}: ") and error.count("\n") == 1
     assert message in error
 
 
 def test_a_file_that_is_not_there(parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         expand_config(parser, ["--config", "no/such.yaml"])
-    assert capsys.readouterr().err == "jaxpage: error: no/such.yaml: No such file or directory\n"
+    assert capsys.readouterr().err == "jaxpage: error: --config: no/such.yaml: No such file or directory\n"
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)

@@ -199,10 +199,16 @@ def test_outputs_of_other_batches_are_left_alone(run: Run, files: tuple[Path, Pa
 def test_files_that_cannot_be_used(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     source, target = map(str, files)
     assert run_batch.main(["-i", source, "-o", target]) == 1
-    assert capsys.readouterr().err == f"jaxpage: error: {source}: No such file or directory\n"
+    assert capsys.readouterr().err == f"jaxpage: error: --input-file: {source!r}: No such file or directory\n"
     files[0].write_text("")
     assert run_batch.main(["-i", source, "-o", source]) == 1
     assert "--output-file: must not be the input file" in capsys.readouterr().err
+    assert run_batch.main(["-i", source, "-o", str(files[0].parent)]) == 1
+    assert capsys.readouterr().err == f"jaxpage: error: --output-file: {str(files[0].parent)!r}: Is a directory\n"
+    files[1].write_text("no result\n")
+    files[0].write_text(json.dumps(line("a")) + "\n")
+    assert run_batch.main(["-i", source, "-o", target]) == 1
+    assert f"error: --output-file: {target}: line 1 is no result" in capsys.readouterr().err
 
 
 def test_numbers_that_are_none_in_json_do_not_end_the_run(run: Run, files: tuple[Path, Path]) -> None:

@@ -158,7 +158,7 @@ def poison(value: float) -> Callable[[Engine], None]:
         )
         assert not is_first or is_free.all(), "start with an empty cache"
         is_first = False
-        runner._kv_cache = _overwrite(runner._kv_cache, is_free, value)
+        runner.worker.stages[0].kv_cache = _overwrite(runner.worker.stages[0].kv_cache, is_free, value)
 
     return hook
 

@@ -47,7 +47,7 @@ def engine(llm: LLM) -> Iterator[AsyncLLMEngine]:
 
 async def _wait_until_idle(engine: AsyncLLMEngine) -> None:
     async with asyncio.timeout(20):
-        while engine.num_unfinished_requests or engine._engine.has_work:
+        while engine.num_unfinished_requests or engine.group.engines[0].engine.has_work:
             await asyncio.sleep(0.01)
 
 
@@ -157,12 +157,15 @@ def test_leaving_the_iteration_aborts_the_request(engine: AsyncLLMEngine, random
         assert (await collect(engine, random_ids(5), params(), "a"))[-1].finished
 
     asyncio.run(go())
-    assert engine._engine.core.scheduler.kv.pool.num_free == engine._engine.core.scheduler.kv.pool.num_usable
+    assert (
+        engine.group.engines[0].engine.core.scheduler.kv.pool.num_free
+        == engine.group.engines[0].engine.core.scheduler.kv.pool.num_usable
+    )
 
 
 def test_cancelling_a_queued_request_leaves_nothing_behind(engine: AsyncLLMEngine, random_ids: Draw) -> None:
     async def go() -> None:
-        slots = engine._engine.config.max_num_seqs
+        slots = engine.group.engines[0].engine.config.max_num_seqs
         running = [
             asyncio.create_task(collect(engine, random_ids(4), params(max_tokens=100), f"running {index}"))
             for index in range(slots)
@@ -227,7 +230,7 @@ def test_a_fault_ends_all_streams_with_the_reason(
         block_size=4, num_gpu_blocks_override=128, enforce_eager=True,
     )  # fmt: skip
     engine = AsyncLLMEngine(Engine(args))
-    dispatch = engine._engine.core.runner.dispatch
+    dispatch = engine.group.engines[0].engine.core.runner.dispatch
     calls = iter(range(1000))
 
     def fail_at_the_sixth(*step: Any) -> Any:
@@ -235,7 +238,7 @@ def test_a_fault_ends_all_streams_with_the_reason(
             raise RuntimeError("the device is on fire")
         return dispatch(*step)
 
-    monkeypatch.setattr(engine._engine.core.runner, "dispatch", fail_at_the_sixth)
+    monkeypatch.setattr(engine.group.engines[0].engine.core.runner, "dispatch", fail_at_the_sixth)
 
     async def go() -> None:
         streams = [

@@ -42,7 +42,7 @@ def test_weights_take_less_memory_and_the_same_time_to_compute(
     num_bytes, seconds = [], []
     for quantization in (None, "int8", "int4"):
         llm = llm_for(random_model().directory, max_num_batched_tokens=8, quantization=quantization)
-        params = llm.engine.core.runner.params
+        params = llm.engine.core.runner.worker.stages[0].params
         num_bytes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"])))
         seconds.append(preemption_policy("auto", params, 1, "cpu").seconds_per_token)
     assert 3.5 < num_bytes[0] / num_bytes[1] < 4

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxpage.grammar import CompiledGrammar, GrammarCompiler
-from jaxpage.request import StructuredOutputsParams, TokenConstraint
+from jaxpage.params import StructuredOutputsParams
+from jaxpage.request import TokenConstraint
 
 BYTES_END = 257
 

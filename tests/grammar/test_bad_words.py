@@ -8,7 +8,8 @@ from golden_data import DATA
 
 from jaxpage.errors import ParameterError
 from jaxpage.grammar import ConstraintBuilder
-from jaxpage.request import SamplingParams, TokenConstraint
+from jaxpage.params import SamplingParams
+from jaxpage.request import TokenConstraint
 from jaxpage.tokenizer import Tokenizer
 
 V = 294

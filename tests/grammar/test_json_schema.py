@@ -76,6 +76,31 @@ def test_so_1b_unsupported_keywords_are_named(keyword: str, compiler: GrammarCom
     assert repr(keyword) in refusal(compiler, {"$defs": {"unused": {keyword: 1}}})
 
 
+BAD_PATTERN = {"type": "string", "pattern": "a{3,1}"}
+VAGUE = {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": BAD_PATTERN}}, "$.properties.a: malformed regex: invalid repetition"),
+        ({"items": {"anyOf": [{"type": "null"}, BAD_PATTERN]}}, "$.items.anyOf.1: malformed regex"),
+        ({"$defs": {"x": {"items": BAD_PATTERN}}, "$ref": "#/$defs/x"}, "$.$defs.x.items: malformed regex"),
+        ({"patternProperties": {"(": {}}}, "$: malformed regex: unclosed group"),
+        ({"properties": {"a": VAGUE, "b": {}}}, "$.properties.a: oneOf is only supported"),
+        ({"prefixItems": [{}, {"items": VAGUE}]}, "$.prefixItems.1.items: oneOf is only supported"),
+        (VAGUE, "$: oneOf is only supported"),
+        ({"properties": {"a": {"exclusiveMinimum": 0, "maximum": 0.5}}}, "$.properties.a: exclusiveMinimum with"),
+        ({"properties": {"a": {"$ref": "#/x"}}}, "$.properties.a: $ref '#/x' points to nothing"),
+        ({"items": {"$ref": "#/items"}, "minItems": 1}, "$.items: $ref: a value would need another one"),
+    ],
+)
+def test_so_1_messages_name_the_place(schema: Schema, place: str, compiler: GrammarCompiler) -> None:
+    with pytest.raises(ParameterError) as caught:
+        grammar(compiler, json=schema)
+    assert caught.value.reason.startswith(place)
+
+
 def test_so_1b_references_are_never_fetched(compiler: GrammarCompiler) -> None:
     for reference in ("http://127.0.0.1:9/x.json", "other.json#/$defs/a", "#name", ""):
         assert "$ref" in refusal(compiler, {"$ref": reference})

@@ -13,7 +13,7 @@ from hypothesis_profiles import is_nightly
 
 from jaxpage.errors import ParameterError
 from jaxpage.grammar import GrammarCompiler
-from jaxpage.request import StructuredOutputsParams
+from jaxpage.params import StructuredOutputsParams
 from jaxpage.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[1] / "data"

@@ -6,7 +6,8 @@ import itertools
 from typing import Any
 
 from jaxpage.kv.manager import KVCacheManager
-from jaxpage.request import Request, SamplingParams
+from jaxpage.params import SamplingParams
+from jaxpage.request import Request
 
 IDS = itertools.count()
 

@@ -7,7 +7,7 @@ from kv_driving import cached_tokens, compute, make_request, manager
 
 from jaxpage.kv.block_ops import BlockOp, BlockOpKind
 from jaxpage.kv.manager import NO_PREFIX
-from jaxpage.request import SamplingParams
+from jaxpage.params import SamplingParams
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])

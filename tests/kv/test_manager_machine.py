@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxpage.kv.block_ops import BlockOpKind
 from jaxpage.kv.manager import KVCacheManager, SwappedBlocks
-from jaxpage.request import Request, SamplingParams
+from jaxpage.params import SamplingParams
+from jaxpage.request import Request
 
 pytestmark = pytest.mark.timeout(0)  # the nightly profile runs long
 PIECES = [(0, 1, 2, 3), (0, 1, 2, 4, 5), (6, 7, 8), (9,), (0, 1)]

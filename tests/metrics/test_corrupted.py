@@ -32,7 +32,8 @@ def spoil(prompt: list[int], after: int) -> Callable[[Engine], None]:
         for request in engine.core.scheduler.running:
             if not is_done and request.prompt_token_ids == prompt and request.num_computed_tokens >= after:
                 is_done = True
-                runner._kv_cache = _without_numbers(runner._kv_cache, jnp.asarray(request.block_ids))
+                stage = runner.worker.stages[0]
+                stage.kv_cache = _without_numbers(stage.kv_cache, jnp.asarray(request.block_ids))
 
     return hook
 

@@ -14,7 +14,7 @@ import pytest
 from scrapes import Scrape, by_label, check_idle
 
 from jaxpage import AsyncLLMEngine
-from jaxpage.engine import async_engine
+from jaxpage.engine import local
 
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 from api_client import Api
@@ -124,8 +124,8 @@ def test_h_clients_that_leave(engine: AsyncLLMEngine) -> None:
 def test_status_lines_and_requests_in_the_log(
     engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(async_engine, "STATUS_INTERVAL_S", 0.0)
-    monkeypatch.setattr(engine._engine.args, "enable_log_requests", True)
+    monkeypatch.setattr(local, "STATUS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(engine.group.engines[0].engine.args, "enable_log_requests", True)
     caplog.set_level(logging.INFO, "jaxpage")
 
     async def go() -> None:
@@ -146,7 +146,9 @@ def test_the_time_before_the_engine_counts_as_queue(
 ) -> None:
     """A prompt arrives when ``generate`` is called, though it reaches the engine later."""
     before = engine.metrics.read().histograms.request_queue_time_seconds.total
-    monkeypatch.setattr(type(engine._engine), "check", _slowed(type(engine._engine).check, 0.2))
+    monkeypatch.setattr(
+        type(engine.group.engines[0].engine), "check", _slowed(type(engine.group.engines[0].engine).check, 0.2)
+    )
 
     async def go() -> None:
         api = Api(engine)  # type: ignore[arg-type]

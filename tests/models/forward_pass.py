@@ -13,6 +13,7 @@ from jaxpage.engine.build import configure_jax
 from jaxpage.layers.kv_cache import layer_cache_shape
 from jaxpage.models.decoder import forward, unembed
 from jaxpage.models.registry import build_config
+from jaxpage.parallel.placement import ON_ONE_DEVICE
 from jaxpage.runner.buckets import bucket_for
 from jaxpage.weights import open_checkpoint
 from jaxpage.weights.loader import load_params
@@ -34,8 +35,8 @@ class ForwardPass:
         configure_jax()
         checkpoint = open_checkpoint(directory)
         self.config, specs = build_config(checkpoint.config, checkpoint.generation_config)
-        device = jax.local_devices()[0]
-        self.params = load_params(checkpoint, self.config, specs, "float32", device, quantization=quantization)
+        placement = ON_ONE_DEVICE
+        self.params = load_params(checkpoint, self.config, specs, "float32", placement, quantization=quantization)
         self.block_size, self.num_blocks, self.kv_cache_dtype = block_size, num_blocks, kv_cache_dtype
 
     def logits(self, token_ids: list[int], step_sizes: list[int], buckets: tuple[int, ...] = (1, 96)) -> np.ndarray:

@@ -19,6 +19,7 @@ from jaxpage.errors import StartupError
 from jaxpage.layers.moe import moe_mlp
 from jaxpage.models.config import ExpertsSpec, UnsupportedModelError
 from jaxpage.models.registry import build_config
+from jaxpage.parallel.placement import ON_ONE_DEVICE
 from jaxpage.weights import open_checkpoint
 from jaxpage.weights.loader import load_params
 from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize, quantize
@@ -110,7 +111,7 @@ def test_int4_experts_are_refused(tiny_model_dir: Callable[[str], Path]) -> None
     checkpoint = open_checkpoint(tiny_model_dir("mixtral"))
     config, specs = build_config(checkpoint.config)
     with pytest.raises(StartupError, match=NO_INT4):
-        load_params(checkpoint, config, specs, "float32", jax.local_devices()[0], quantization="int4")
+        load_params(checkpoint, config, specs, "float32", ON_ONE_DEVICE, quantization="int4")
 
 
 def qwen3_moe(**changes: Any) -> list[ExpertsSpec | None]:

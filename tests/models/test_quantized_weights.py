@@ -17,6 +17,7 @@ from golden_data import TINY
 
 from jaxpage.errors import StartupError
 from jaxpage.models.registry import build_config
+from jaxpage.parallel.placement import ON_ONE_DEVICE
 from jaxpage.weights import open_checkpoint
 from jaxpage.weights.loader import dummy_params, load_params
 from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize
@@ -67,9 +68,9 @@ def test_only_linear_weights_shrink_and_dummies_look_the_same(
 ) -> None:
     checkpoint = open_checkpoint(tiny_model_dir("gemma3_text"))
     config, specs = build_config(checkpoint.config, checkpoint.generation_config)
-    device = jax.local_devices()[0]
-    full = load_params(checkpoint, config, specs, "bfloat16", device)
-    small = load_params(checkpoint, config, specs, "bfloat16", device, quantization=quantization)
+    placement = ON_ONE_DEVICE
+    full = load_params(checkpoint, config, specs, "bfloat16", placement)
+    small = load_params(checkpoint, config, specs, "bfloat16", placement, quantization=quantization)
     for before, after in zip(full["layers"], small["layers"], strict=True):
         for name, leaf in before.items():
             if name not in LINEAR:
@@ -79,7 +80,7 @@ def test_only_linear_weights_shrink_and_dummies_look_the_same(
             # 96 columns of the output projection are groups of 32.
             per_scale = leaf.shape[-1] if scale_columns is None else 32 if name == "output" else scale_columns
             assert num_bytes(after[name]) == leaf.size * bits // 8 + 4 * leaf.size // per_scale
-    dummy = dummy_params(config, specs, "bfloat16", device, 0, quantization)
+    dummy = dummy_params(config, specs, "bfloat16", placement, 0, quantization)
     shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (dummy, small)]
     assert shapes[0] == shapes[1]
 
@@ -88,8 +89,8 @@ def test_weights_are_rounded_once(tiny_model_dir: Callable[[str], Path]) -> None
     """From what the checkpoint says, not from the activations' type."""
     checkpoint = open_checkpoint(tiny_model_dir("llama"))
     config, specs = build_config(checkpoint.config, checkpoint.generation_config)
-    device = jax.local_devices()[0]
-    weights = [load_params(checkpoint, config, specs, dtype, device, quantization="int8")["layers"][0]["down"]
+    placement = ON_ONE_DEVICE
+    weights = [load_params(checkpoint, config, specs, dtype, placement, quantization="int8")["layers"][0]["down"]
                for dtype in ("float32", "bfloat16")]  # fmt: skip
     np.testing.assert_array_equal(weights[0].values, weights[1].values)
 
@@ -103,12 +104,12 @@ def test_columns_that_do_not_divide_into_groups_are_named(
     assert json.loads((tmp_path / "config.json").read_text())["intermediate_size"] == 80
     checkpoint = open_checkpoint(tmp_path)
     config, specs = build_config(checkpoint.config, checkpoint.generation_config)
-    device = jax.local_devices()[0]
+    placement = ON_ONE_DEVICE
     with pytest.raises(StartupError, match=r"int4: tensor model.layers.0.mlp.down_proj.weight has 80 columns"):
         if is_dummy:
-            dummy_params(config, specs, "float32", device, 0, "int4")
+            dummy_params(config, specs, "float32", placement, 0, "int4")
         else:
-            load_params(checkpoint, config, specs, "float32", device, quantization="int4")
+            load_params(checkpoint, config, specs, "float32", placement, quantization="int4")
     assert is_weight(
-        load_params(checkpoint, config, specs, "float32", device, quantization="int8")["layers"][0]["down"]
+        load_params(checkpoint, config, specs, "float32", placement, quantization="int8")["layers"][0]["down"]
     )

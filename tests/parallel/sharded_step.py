@@ -1,6 +1,6 @@
-"""A program: runs steps of a small model on one device and split over eight, and compares them. Prints what it found.
+"""A program: runs a step of a small model on one device and split over eight, and compares them. Prints what it found.
 
-Usage: python sharded_step.py KV_CACHE_DTYPE. Not a test itself, for it needs eight devices: see test_sharding.py.
+Usage: python sharded_step.py KV_CACHE_DTYPE. Not a test itself, for it needs eight devices: see test_sharded_step.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 from jaxpage.config import EngineArgs, resolve
 from jaxpage.engine.build import configure_jax
 from jaxpage.models.registry import build_config
-from jaxpage.parallel.sharding import tensor_parallel_mesh
-from jaxpage.runner.programs import StepPrograms
+from jaxpage.parallel.placement import Placement
+from jaxpage.parallel.sharding import choose_layout
+from jaxpage.runner.programs import StagePrograms
 from jaxpage.weights.loader import dummy_params
 
 NUM_LAYERS, NUM_BLOCKS, NUM_TOKENS = 3, 9, 16
@@ -40,13 +41,20 @@ def main(kv_cache_dtype: str) -> None:
     configure_jax()
     model, specs = build_config(HF_CONFIG)
     args = EngineArgs(
-        max_num_batched_tokens=NUM_TOKENS, max_num_seqs=4, max_model_len=32, block_size=8, kv_cache_dtype=kv_cache_dtype
+        max_num_batched_tokens=NUM_TOKENS,
+        max_num_seqs=4,
+        max_model_len=32,
+        block_size=8,
+        kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=8,
     )
     config = resolve(args, model_max_len=64, vocab_size=model.vocab_size, platform="cpu")
-    alone = StepPrograms(model, config)
-    together = StepPrograms(model, config, tensor_parallel_mesh(jax.devices()))
-    params = dummy_params(model, specs, "float32", jax.devices()[0], seed=0)
-    split = jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), params, together.param_shapes(specs))
+    alone = StagePrograms(model, config, Placement(device=jax.devices()[0]))
+    together = StagePrograms(model, config, Placement(layout=choose_layout(args, model, jax.devices())))
+    # Equal numbers, each device its part.
+    params, split = (
+        dummy_params(model, specs, "float32", programs.placement, seed=0) for programs in (alone, together)
+    )
 
     packing = alone.packing(NUM_TOKENS)
     # A prompt of eight tokens and one of three, each in blocks of its own.
@@ -64,8 +72,7 @@ def main(kv_cache_dtype: str) -> None:
     for programs, weights in ((alone, params), (together, split)):
         shapes = (programs.cache_shapes(NUM_BLOCKS), programs.state_shapes())
         cache, state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
-        with jax.set_mesh(programs.mesh) if programs.mesh is not None else jax.default_device(jax.devices()[0]):
-            compiled = programs.lower(NUM_TOKENS, programs.param_shapes(specs), NUM_BLOCKS).compile()
+        compiled = programs.lower(NUM_TOKENS, weights, NUM_BLOCKS).compile()
         results.append((compiled(weights, cache, state, packed), compiled))
     ((cache, _, output), _), ((split_cache, _, split_output), program) = results
 

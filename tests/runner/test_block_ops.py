@@ -18,8 +18,11 @@ from jaxpage.config import EngineArgs, resolve
 from jaxpage.errors import StartupError
 from jaxpage.kv.block_ops import BlockOp, BlockOpKind
 from jaxpage.models.registry import build_config
+from jaxpage.parallel.placement import Placement
 from jaxpage.runner.block_ops import LARGE_BATCH, SMALL_BATCH, BlockMover, batches
+from jaxpage.runner.programs import StagePrograms
 from jaxpage.runner.runner import Runner
+from jaxpage.runner.worker import StageWorker, Worker
 from jaxpage.scheduler.schedule import Schedule
 from jaxpage.weights.loader import dummy_params
 
@@ -229,7 +232,9 @@ def new_runner(**options: Any) -> Runner:
     args = EngineArgs(max_num_batched_tokens=1, max_model_len=8, block_size=2, num_gpu_blocks_override=5, **options)
     config = resolve(args, model_max_len=8, vocab_size=64, platform="cpu")
     device = jax.devices()[0]
-    return Runner(args, model, config, dummy_params(model, specs, "float32", device, 0), device)
+    placement = Placement(device=device)
+    params = dummy_params(model, specs, "float32", placement, 0)
+    return Runner(Worker(args, config, [StageWorker(StagePrograms(model, config, placement), params)]), model, config)
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "arrays_a_layer"), [("auto", 1), ("int8", 2), ("fp8", 2)])
@@ -238,10 +243,10 @@ def test_a_schedule_without_requests_only_moves_blocks(kv_cache_dtype: str, arra
     runner = new_runner(preemption_mode="swap", kv_cache_dtype=kv_cache_dtype)
     # One request of four blocks can run: no more are ever swapped out.
     assert runner.num_host_blocks == 4
-    runner._kv_cache = jax.tree.map(lambda array: array.at[1].set(7), runner._kv_cache)
+    runner.worker.stages[0].kv_cache = jax.tree.map(lambda array: array.at[1].set(7), runner.worker.stages[0].kv_cache)
     ops = [BlockOp(SWAP_OUT, 1, 3), BlockOp(COPY, 2, 1), BlockOp(SWAP_IN, 3, 4)]
     assert runner.dispatch(Schedule([], 0, block_ops=ops)) is None
-    arrays = jax.tree.leaves(runner._kv_cache)
+    arrays = jax.tree.leaves(runner.worker.stages[0].kv_cache)
     assert len(arrays) == arrays_a_layer * runner.model.num_layers
     for layer in arrays:
         assert np.asarray(layer, np.float32)[1:, 0, 0, 0].tolist() == [0, 0, 0, 7, 0]

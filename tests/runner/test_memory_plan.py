@@ -40,7 +40,7 @@ def host_with_32_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan(device: FakeDevice, step_bytes: int = GIB, **options: Any) -> KVCachePlan:
     args = EngineArgs(**({"block_size": 16, "max_num_seqs": 256, "max_model_len": 4096} | options))
     config = resolve(args, model_max_len=4096, vocab_size=1000, platform=device.platform)
-    return plan_kv_cache(args, config, BYTES_PER_TOKEN, device, step_bytes)  # type: ignore[arg-type]
+    return plan_kv_cache(args, config, BYTES_PER_TOKEN * config.block_size, device, step_bytes)  # type: ignore[arg-type]
 
 
 def test_an_accelerator_gives_its_share_without_weights_and_step() -> None:

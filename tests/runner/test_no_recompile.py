@@ -39,8 +39,8 @@ def test_serving_compiles_nothing(
     )
     runner, scheduler = llm.engine.core.runner, llm.engine.core.scheduler
     sizes = set()
-    run_step = runner._run
-    runner._run = lambda packing, packed: sizes.add(packing.num_tokens) or run_step(packing, packed)
+    obey = runner.worker.obey
+    runner.worker.obey = lambda command: sizes.add(command.num_tokens) or obey(command)
     params = [SamplingParams(**({"max_tokens": 12} | feature)) for feature in FEATURES]
     compiled: list[str] = []
 

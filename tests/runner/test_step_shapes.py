@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.request import Request, SamplingParams
+from jaxpage.params import SamplingParams
+from jaxpage.request import Request
 from jaxpage.runner.batch_builder import pack_schedule, scored_range
 from jaxpage.runner.buckets import bucket_for, token_buckets
 from jaxpage.runner.packing import Packing

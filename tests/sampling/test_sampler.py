@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rows import draw, settings, state
 
-from jaxpage.request import GREEDY_TEMPERATURE
+from jaxpage.params import GREEDY_TEMPERATURE
 from jaxpage.sampling.sampler import no_scores, score
 
 NUM_DRAWS = 4000

@@ -32,7 +32,7 @@ class Loop:
         self.books_every = books_every
         self.num_steps = 0
         self.block_size = scheduler.kv.block_size
-        self.device = FakeDevice(scheduler.kv.pool.num_blocks, scheduler.kv.block_size)
+        self.device = FakeDevice(scheduler.kv.pool.num_blocks, scheduler.kv.block_size, scheduler.num_stages)
         self.checks = Checks(scheduler, self.device)
         self.in_flight: deque[tuple[Schedule, list[int], dict[int, Candidates]]] = deque()
         self.history: list[list[tuple[str, int, bool]]] = []
@@ -55,7 +55,11 @@ class Loop:
         return group
 
     def step(self, lag: int = 0) -> Schedule:
-        """Schedules and runs a step, then takes in the results of all but the newest ``lag`` steps."""
+        """Schedules and runs a step, then takes in the results of all but the newest ``lag`` steps.
+
+        However large ``lag``, a step is taken in with the call that can read its tokens on the device. The engine
+        always waits that long; knowing tokens before must do no harm.
+        """
         scheduler = self.scheduler
         self.checks.before_schedule()
         schedule = scheduler.schedule()
@@ -71,9 +75,7 @@ class Loop:
             self.history.append(
                 [(item.request.request_id, item.num_tokens, item.samples) for item in schedule.requests]
             )
-        else:
-            lag = 0
-        while len(self.in_flight) > lag:
+        while len(self.in_flight) > lag or self._is_due(schedule.call):
             accepted = scheduler.update(*self.in_flight.popleft())
             self.ended += [request for request in accepted if request.is_finished]
         self.ended += [request for request, group in self.searches if group in scheduler.roster.ended_searches]
@@ -83,6 +85,9 @@ class Loop:
             self.checks.books()
         self.checks.content()
         return schedule
+
+    def _is_due(self, call: int) -> bool:
+        return bool(self.in_flight) and self.in_flight[0][0].call <= call - self.scheduler.num_stages
 
     def run_all(self, lag: int = 0, max_steps: int = 500) -> None:
         for _ in range(max_steps):

@@ -25,14 +25,16 @@ class FakeDevice:
         blocks: what each block holds; -1: nothing.
         host: the same of host blocks.
         owner: who was admitted to a slot last.
+        last_token: by slot, the call whose step sampled last, and the token.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_stages: int = 1) -> None:
         self.block_size = block_size
+        self.num_stages = num_stages
         self.blocks = [[EMPTY] * block_size for _ in range(num_blocks)]
         self.host: dict[int, list[int]] = {}
         self.owner: dict[int, Request] = {}
-        self.last_token: dict[int, int] = {}
+        self.last_token: dict[int, tuple[int, int]] = {}
 
     def run(self, schedule: Schedule) -> tuple[list[int], dict[int, Candidates]]:
         """The sampled tokens, and the candidates of the rows that are beams."""
@@ -43,11 +45,11 @@ class FakeDevice:
             assert self.owner.get(item.request.slot) is item.request, "a request runs in a slot it was not admitted to"
             for position in range(item.start, item.start + item.num_tokens):
                 before = self.read(item.request, position - 1) if position else 0
-                self.write(item.request, position, extended(before, self.token(item, position)))
+                self.write(item.request, position, extended(before, self.token(item, position, schedule.call)))
         tokens = [self.sample(item) for item in schedule.requests]
         for item, token_id in zip(schedule.requests, tokens, strict=True):
             if item.samples:
-                self.last_token[item.request.slot] = token_id
+                self.last_token[item.request.slot] = schedule.call, token_id
         beams: dict[int, Candidates] = {
             row: candidates(self.states(item), 100)
             for row, item in enumerate(schedule.requests)
@@ -71,13 +73,16 @@ class FakeDevice:
     def write(self, request: Request, position: int, state: int) -> None:
         self.blocks[request.block_ids[position // self.block_size]][position % self.block_size] = state
 
-    def token(self, item: ScheduledRequest, position: int) -> int:
-        """A token that the host does not know yet can only be the one its slot sampled last."""
+    def token(self, item: ScheduledRequest, position: int, call: int) -> int:
+        """A token that the host does not know yet can only be the one its slot sampled last, in the step that is just
+        over when this one starts."""
         known = item.request.token_ids
         if position < len(known):
             return known[position]
         assert position == len(known) == item.start + item.num_tokens - 1
-        return self.last_token[item.request.slot]
+        sampled_in, token_id = self.last_token[item.request.slot]
+        assert sampled_in == call - self.num_stages, "a token is read before, or long after, it was sampled"
+        return token_id
 
     def states(self, item: ScheduledRequest) -> list[int]:
         """What an item's logits depend on; a fork samples from the logits of its parent."""

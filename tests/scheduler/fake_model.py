@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxpage.kv.manager import KVCacheManager
-from jaxpage.request import BeamSearchParams, FinishReason, Request, SamplingParams
+from jaxpage.params import BeamSearchParams, SamplingParams
+from jaxpage.request import FinishReason, Request
 from jaxpage.scheduler.beam import BeamSearch
 from jaxpage.scheduler.preemption import PreemptionPolicy
 from jaxpage.scheduler.scheduler import Scheduler
@@ -62,6 +63,7 @@ def make_scheduler(
     mode: str = "recompute",
     policy: str = "fcfs",
     threshold: int = 0,
+    num_stages: int = 1,
 ) -> Scheduler:
     return Scheduler(
         KVCacheManager(num_usable + 1, block_size, caching, num_host_blocks=num_host_blocks),
@@ -72,6 +74,7 @@ def make_scheduler(
         policy=policy,
         long_prefill_token_threshold=threshold,
         preemption=PreemptionPolicy(mode),
+        num_stages=num_stages,
     )
 
 

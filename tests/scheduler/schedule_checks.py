@@ -30,13 +30,14 @@ class Checks:
 
     def before_schedule(self) -> None:
         """Notes who has to get a token, and what may not be written."""
-        running = self.scheduler.running
+        running, call, num_stages = self.scheduler.running, self.scheduler.num_calls, self.scheduler.num_stages
         self._decodes = [
             request
             for request in running
             if not request.is_beam
             and request.num_tokens == request.num_computed_tokens + 1
             and not (request.num_pending_tokens and request.num_tokens >= request.max_total_tokens)
+            and (not request.num_pending_tokens or request.sampled_in == call - num_stages)
         ]
         self._valid = {
             request: (request.num_preemptions, request.num_computed_tokens, list(request.block_ids))
@@ -62,7 +63,10 @@ class Checks:
             assert all(item.samples or item.request.is_beam for item in items), "a prompt was cut"
         paused = [each for each in self._decodes if each.slot >= 0 and each not in requests and not each.is_finished]
         paused = [each for each in paused if self._valid[each][0] == each.num_preemptions]
-        assert not paused or scheduler.kv.pool.num_free == 0, f"no token for {paused[0].request_id}"
+        # What is their share at least: some may have been preempted after it was counted.
+        share = max(1, sum(each.slot >= 0 for each in self._valid) // scheduler.num_stages)
+        has_room = scheduler.kv.pool.num_free > 0 and len(set(requests) & set(self._decodes)) < share
+        assert not paused or not has_room, f"no token for {paused[0].request_id}"
         self._writes(schedule)
 
     def _writes(self, schedule: Schedule) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from golden_data import DATA
 
-from jaxpage.request import BeamSearchParams, FinishReason
+from jaxpage.params import BeamSearchParams
+from jaxpage.request import FinishReason
 from jaxpage.scheduler.beam import Beam, BeamSearch
 
 Model = Callable[[Sequence[int]], Sequence[float]]

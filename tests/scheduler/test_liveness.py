@@ -44,6 +44,7 @@ def sizes(draw: st.DrawFn) -> dict[str, Any]:
         "mode": draw(st.sampled_from(["recompute", "swap"])),
         "num_host_blocks": draw(st.sampled_from([8, 2])),
         "threshold": draw(st.sampled_from([0, 3, 24])),
+        "num_stages": draw(st.sampled_from([1, 2, 4])),
     }
 
 
@@ -75,7 +76,7 @@ def test_everything_ends_as_it_does_alone(data: st.DataObject) -> None:
     engine = data.draw(sizes(), "sizes")
     num_slots = engine["num_usable"] * engine["block_size"]
     plan = data.draw(arrivals(num_slots), "arrivals")
-    lags = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8), "lags")
+    lags = data.draw(st.lists(st.integers(0, engine["num_stages"]), min_size=1, max_size=8), "lags")
 
     loop = Loop(make_scheduler(**engine))
     for step in range(MAX_STEPS):

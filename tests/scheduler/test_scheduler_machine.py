@@ -40,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(MODES),
         policy=st.sampled_from(["fcfs", "priority"]),
         threshold=st.sampled_from([0, 3, 8]),
+        num_stages=st.sampled_from([1, 2, 4]),
     )
     def start(self, extra_budget: int, **engine: Any) -> None:
         smallest = engine["max_num_seqs"] if engine["chunked"] else MAX_MODEL_LEN
@@ -96,10 +97,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added += 1
 
     @precondition(lambda self: not self.loop.is_done)
-    @rule(lags=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    @rule(lags=st.lists(st.integers(0, 4), min_size=1, max_size=6))
     def step(self, lags: list[int]) -> None:
         for lag in lags:
-            self.loop.step(lag)
+            self.loop.step(min(lag, self.loop.scheduler.num_stages))
 
     @precondition(lambda self: self.loop.scheduler.has_requests)
     @rule(data=st.data(), alone=st.booleans())
@@ -134,7 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
             return
-        self.loop.run_all(lag=self.num_added % 2, max_steps=MAX_STEPS)
+        self.loop.run_all(lag=self.num_added % (self.loop.scheduler.num_stages + 1), max_steps=MAX_STEPS)
         self.loop.verify()
         stats = self.loop.scheduler.stats
         event(f"preemptions: {min(stats.num_preemptions, 5)}")

@@ -65,6 +65,20 @@ class Api:
         assert response.headers["x-request-id"]
         return error["message"]
 
+    async def refused_at_once(self, path: str, body: Any, parameter: str) -> str:
+        """``refused`` in 50 ms of processor time, that of all threads; other users of the machine do not count.
+
+        The least of three tries: no more does a garbage collection.
+        """
+        spent_s = []
+        message = ""
+        for _ in range(3):
+            began_s = time.process_time()
+            message = await self.refused(path, body, parameter)
+            spent_s.append(time.process_time() - began_s)
+        assert min(spent_s) < 0.05
+        return message
+
 
 def _ok(response: httpx.Response) -> dict[str, Any]:
     assert response.status_code == 200, response.text
@@ -85,9 +99,9 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> str:
 
 
 @contextlib.contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """A real server with ``app`` on a free port, in a thread; gives its URL."""
-    as_serve_has_it = {"http": BoundedProtocol, "ws": "none"}
+def serving(app: Any, **options: Any) -> Iterator[str]:
+    """A real server with ``app`` on a free port, in a thread; gives its URL. ``options`` are uvicorn's."""
+    as_serve_has_it = {"http": BoundedProtocol, "ws": "none"} | options
     # uvicorn's own set-up of the log would close the handlers of others, and with absl's the stream pytest captures.
     config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1, **as_serve_has_it)
     server = uvicorn.Server(config)
@@ -97,7 +111,7 @@ def serving(app: Any) -> Iterator[str]:
         thread.start()
         wait_for(lambda: server.started)
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"http{'s' if config.is_ssl else ''}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join()

@@ -14,18 +14,8 @@ import numpy as np
 from jaxpage.errors import EngineDeadError, ParameterError
 from jaxpage.kv.manager import KVCacheManager
 from jaxpage.metrics import CacheInfo, EngineMetrics
-from jaxpage.request import (
-    BeamSearchParams,
-    CompletionOutput,
-    EmbeddingOutput,
-    Logprob,
-    LogprobDict,
-    PoolingParams,
-    RequestOutput,
-    SamplingParams,
-    TextPrompt,
-    TokensPrompt,
-)
+from jaxpage.params import BeamSearchParams, PoolingParams, SamplingParams, TextPrompt, TokensPrompt
+from jaxpage.request import CompletionOutput, EmbeddingOutput, Logprob, LogprobDict, RequestOutput
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.scheduler.snapshot import EngineSnapshot, take_snapshot
 from jaxpage.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -77,6 +67,10 @@ class FakeEngine:
     @property
     def model_names(self) -> list[str]:
         return [self.model_name, *self.aliases]
+
+    @property
+    def all_metrics(self) -> list[EngineMetrics]:
+        return [self.metrics]
 
     @property
     def num_unfinished_requests(self) -> int:

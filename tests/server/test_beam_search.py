@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from api_client import Api
 
-from jaxpage.request import BeamSearchParams
+from jaxpage.params import BeamSearchParams
 
 pytestmark = pytest.mark.anyio
 

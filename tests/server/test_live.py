@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 
 from jaxpage.errors import EngineDeadError
 from jaxpage.kv.block_map import BlockState
-from jaxpage.request import SamplingParams, TokensPrompt
+from jaxpage.params import SamplingParams, TokensPrompt
 from jaxpage.server.app import create_app
 from jaxpage.server.live import MAX_CELLS, LiveView, block_map, picture, runs
 

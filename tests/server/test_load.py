@@ -74,7 +74,7 @@ def nothing_is_left(engine: AsyncLLMEngine, url: str) -> Iterator[None]:
 
 
 def is_idle(engine: AsyncLLMEngine) -> bool:
-    scheduler = engine._engine.core.scheduler
+    scheduler = engine.group.engines[0].engine.core.scheduler
     return not (
         scheduler.running or scheduler.num_waiting or scheduler.kv.pool.num_used or engine.num_unfinished_requests
     )
@@ -112,12 +112,12 @@ def test_abt_1a_gone_while_queued_or_prefilling(engine, url):
     with open_stream(url, max_tokens=200) as running:
         others = [open_stream(url) for _ in range(MAX_NUM_SEQS - 1)]
         queued = [open_stream(url) for _ in range(10)]
-        wait_for(lambda: engine._engine.core.scheduler.num_waiting == 10)
+        wait_for(lambda: engine.group.engines[0].engine.core.scheduler.num_waiting == 10)
         for client in (*queued, *others):
             client.close()
-        wait_for(lambda: engine._engine.core.scheduler.num_waiting == 0, 1.0)
+        wait_for(lambda: engine.group.engines[0].engine.core.scheduler.num_waiting == 0, 1.0)
         with open_stream(url, prompt=[97] * 900):
-            wait_for(lambda: len(engine._engine.core.scheduler.running) == 2)
+            wait_for(lambda: len(engine.group.engines[0].engine.core.scheduler.running) == 2)
         received = b""
         while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             received += running.recv(65536)

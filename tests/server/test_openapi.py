@@ -10,7 +10,7 @@ from api_client import Api
 from jsonschema import Draft202012Validator
 
 from jaxpage.errors import ParameterError
-from jaxpage.request import PoolingParams
+from jaxpage.params import PoolingParams
 from jaxpage.server import embeddings, tokenizing
 from jaxpage.server.chat_protocol import chat_request
 from jaxpage.server.openapi.answers import answer_schemas

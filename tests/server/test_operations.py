@@ -112,7 +112,12 @@ async def test_pages_of_other_origins_are_let_in_only_when_named(engine):
 async def test_methods_and_credentials_of_other_origins(engine):
     api = Api(engine, allowed_origins=("*",), allowed_methods=("GET",), allow_credentials=True)
     ask = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
-    assert (await api.client.options(COMPLETIONS, headers=ask)).status_code == 400
+    refused = await api.client.options(COMPLETIONS, headers=ask)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["message"], error["type"], error["param"]) == ("disallowed CORS method", "BadRequestError", None)
+    assert refused.headers["content-type"] == "application/json"
+    assert "Origin" in refused.headers["vary"]
     response = await api.client.options("/v1/models", headers=ask | {"Access-Control-Request-Method": "GET"})
     assert response.headers["access-control-allow-credentials"] == "true"
     response = await api.client.get("/v1/models", headers={"Origin": PAGE, "Cookie": "a=b"})

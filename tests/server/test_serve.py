@@ -82,20 +82,22 @@ def test_unix_socket_and_path_in_front(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("options", "named", "reason"),
     [
-        (("cert.pem", "missing.pem"), "missing.pem"),
-        (("key.pem", None), "key.pem"),
-        (("cert.pem", "other_key.pem"), "other_key.pem"),
-        (("cert.pem", "locked_key.pem"), "the key has a password"),
+        ({"certfile": "missing.pem"}, "--ssl-certfile", "missing.pem': No such file"),
+        ({"certfile": "cert.pem", "keyfile": "missing.pem"}, "--ssl-keyfile", "missing.pem': No such file"),
+        ({"certfile": "key.pem"}, "--ssl-certfile", "key.pem: "),
+        ({"certfile": "cert.pem", "keyfile": "other_key.pem"}, "--ssl-certfile", "and --ssl-keyfile"),
+        ({"certfile": "cert.pem", "keyfile": "locked_key.pem"}, "--ssl-certfile", "the key has a password"),
+        ({"certfile": "cert.pem", "keyfile": "key.pem", "ca_certs": "missing.pem"}, "--ssl-ca-certs", "No such file"),
+        ({"certfile": "cert.pem", "keyfile": "key.pem", "ca_certs": "key.pem"}, "--ssl-ca-certs", "key.pem: "),
     ],
 )
-def test_bad_tls_files_are_one_line_before_the_model_is_loaded(options, reason, capsys):
-    certificate, key = options
-    flags = ["--ssl-certfile", str(TLS / certificate)] + (["--ssl-keyfile", str(TLS / key)] if key else [])
+def test_bad_tls_files_are_one_line_before_the_model_is_loaded(options, named, reason, capsys):
+    flags = [f"--ssl-{name.replace('_', '-')}={TLS / file}" for name, file in options.items()]
     assert serve.main([*flags, "--port", "0", "--model", "no such model"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("jaxpage: error: TLS: ") and error.count("\n") == 1
+    assert error.startswith(f"jaxpage: error: {named}: ") and error.count("\n") == 1
     assert reason in error
 
 
@@ -104,7 +106,8 @@ def test_file_in_the_way_of_a_unix_socket_is_kept(tmp_path, capsys):
     file.write_text("x")
     assert serve.main(["--uds", str(file)]) == 1
     assert file.read_text() == "x"
-    assert capsys.readouterr().err == f"jaxpage: error: cannot listen on {file}: the file exists and is no socket\n"
+    reason = f"cannot listen on {file}: the file exists and is no socket"
+    assert capsys.readouterr().err == f"jaxpage: error: --uds: {reason}\n"
 
 
 def test_key_from_the_environment():
@@ -171,7 +174,7 @@ def test_usage_errors_exit_with_2(options, word, capsys):
     [
         (["--max-model-len", "0"], "--max-model-len: must be at least 1, got 0"),
         (["--block-size", "0"], "--block-size: must be in [1, 256], got 0"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: only 1 is supported in this version, got 2"),
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size: must be at least 1, got 0"),
         (["--trust-remote-code"], "--trust-remote-code: true is not supported: code in checkpoints is never run"),
         (
             ["--override-generation-config", '{"temperature": 3}'],
@@ -189,7 +192,7 @@ def test_bad_engine_options_are_one_line(options, message, capsys):
 @pytest.mark.parametrize("address", ["no.such.host.invalid", "203.0.113.1"])
 def test_hosts_that_cannot_be_used(address, capsys):
     assert serve.main(["--host", address]) == 1
-    assert re.fullmatch(rf"jaxpage: error: cannot listen on {address}:8000: .+\n", capsys.readouterr().err)
+    assert re.fullmatch(rf"jaxpage: error: --host: cannot listen on {address}:8000: .+\n", capsys.readouterr().err)
 
 
 def test_port_in_use_is_noticed_before_the_model_is_loaded(capsys):
@@ -265,7 +268,7 @@ def test_privileged_port(capsys, monkeypatch):
 
     monkeypatch.setattr(socket.socket, "bind", refuse)  # for root no port is privileged
     assert serve.main(["--port", "80"]) == 1
-    assert capsys.readouterr().err == "jaxpage: error: cannot listen on 127.0.0.1:80: Permission denied\n"
+    assert capsys.readouterr().err == "jaxpage: error: --port: cannot listen on 127.0.0.1:80: Permission denied\n"
 
 
 @pytest.mark.parametrize(

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from api_client import Api
-from fake_engine import FakeEngine, Params
+from compiling_engine import CompilingEngine
 
-from jaxpage.grammar.constraints import ConstraintBuilder
-from jaxpage.request import SamplingParams, StructuredOutputsParams
+from jaxpage.params import SamplingParams, StructuredOutputsParams
 from jaxpage.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 both = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 SCHEMA = "response_format.json_schema.schema"
-
-
-class CompilingEngine(FakeEngine):
-    """Compiles grammars as the real engine's ``check`` does."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer, [65])
-        self._constraints = ConstraintBuilder(tokenizer, self.vocab_size, [257])
-
-    def check(self, prompt_token_ids: Sequence[int], params: Params, priority: int = 0) -> None:
-        super().check(prompt_token_ids, params, priority)
-        if isinstance(params, SamplingParams):
-            self._constraints.check(params)
 
 
 @pytest.fixture(scope="module")

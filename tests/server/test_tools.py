@@ -13,7 +13,7 @@ from api_client import TOKENIZERS, Api
 from fake_engine import FakeEngine
 
 from jaxpage.errors import ParameterError
-from jaxpage.request import SamplingParams
+from jaxpage.params import SamplingParams
 from jaxpage.server.tools.definitions import check_tools
 from jaxpage.server.tools.parts import Content, Reasoning
 from jaxpage.tokenizer import Tokenizer

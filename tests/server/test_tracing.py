@@ -19,7 +19,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from jaxpage import serve
 from jaxpage.errors import StartupError
-from jaxpage.request import BeamSearchParams, RequestMetrics, RequestOutput, SamplingParams
+from jaxpage.params import BeamSearchParams, SamplingParams
+from jaxpage.request import RequestMetrics, RequestOutput
 from jaxpage.server.tracing import Tracer, check_tracing
 
 pytestmark = pytest.mark.anyio

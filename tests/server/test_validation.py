@@ -225,9 +225,7 @@ async def test_val_2c_ways_to_write_an_integer(api, engine):
 
 @both
 async def test_val_3_quick_refusal_of_huge_counts(api, path, base):
-    start = time.monotonic()
-    await api.refused(path, base | {"n": 1_000_000}, "n")
-    assert time.monotonic() - start < 0.5
+    await api.refused_at_once(path, base | {"n": 1_000_000}, "n")
     assert len((await api.post(path, base | {"n": 4, "temperature": 0})).json()["choices"]) == 4
 
 

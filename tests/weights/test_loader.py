@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpage.models.registry import build_config
+from jaxpage.parallel.placement import ON_ONE_DEVICE
 from jaxpage.weights import WeightsError, open_checkpoint
 from jaxpage.weights.loader import dummy_params, load_params
 
@@ -35,7 +36,7 @@ def base(random_model: Callable[..., RandomModel]) -> RandomModel:
 def load(directory: Path, dtype: str = "float32", **changes: Any) -> dict[str, Any]:
     checkpoint = open_checkpoint(directory)
     model, specs = build_config(checkpoint.config | changes)
-    return load_params(checkpoint, model, specs, dtype, jax.local_devices()[0])
+    return load_params(checkpoint, model, specs, dtype, ON_ONE_DEVICE)
 
 
 @pytest.fixture
@@ -181,14 +182,14 @@ def test_gemma_norms_are_offset_before_rounding(tiny_model_dir: Callable[[str], 
 def test_dummy_weights_have_the_shapes_of_real_ones(random_model: Callable[..., RandomModel]) -> None:
     directory = random_model(attention_bias=True).directory
     model, specs = build_config(open_checkpoint(directory).config)
-    device = jax.local_devices()[0]
-    dummy = dummy_params(model, specs, "float32", device, seed=1)
+    placement = ON_ONE_DEVICE
+    dummy = dummy_params(model, specs, "float32", placement, seed=1)
     real = load(directory)
     assert jax.tree.map(np.shape, dummy) == jax.tree.map(np.shape, real)
     assert not np.asarray(dummy["layers"][0]["qkv_bias"]).any()
     assert (np.asarray(dummy["layers"][1]["mlp_norm"]) == 1).all()
     assert 0.019 < np.asarray(dummy["embedding"]).std() < 0.021
-    again, other = (dummy_params(model, specs, "float32", device, seed)["embedding"] for seed in (1, 2))
+    again, other = (dummy_params(model, specs, "float32", placement, seed)["embedding"] for seed in (1, 2))
     np.testing.assert_array_equal(dummy["embedding"], again)
     assert (np.asarray(again) != np.asarray(other)).any()
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpage.benchmarks.serving.tokens import TokenSource
 from jaxpage.benchmarks.traces import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
-from jaxpage.errors import ParameterError, shown
+from jaxpage.errors import ParameterError, shown, unusable_file
 
 SONNET_INSTRUCTION = "Write a poem in the style of these lines:\n"
 # ShareGPT holds stubs and books; these bounds are vLLM's, so that both measure the same conversations.
@@ -52,6 +52,14 @@ def make_samples(options: argparse.Namespace, tokens: TokenSource, count: int, s
     return MAKERS[options.dataset_name](options, tokens, count, generator)
 
 
+def check_dataset(options: argparse.Namespace) -> None:
+    """Raises ParameterError if the data set's file is not there: better before a model is loaded than after it."""
+    if options.dataset_name != "random":
+        _path(options)
+    elif options.dataset_path is not None:
+        raise ParameterError("dataset_path", "has no effect with --dataset-name random")
+
+
 def as_text(samples: list[Sample], tokens: TokenSource) -> list[Sample]:
     """With texts for prompts: a chat takes no ids. Tokenised again they may be a little longer or shorter."""
     return [
@@ -80,12 +88,7 @@ def sharegpt_samples(
 ) -> list[Sample]:
     """First questions of conversations; as many tokens are generated as the recorded answer has."""
     path = _path(options)
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        talks = [entry.get("conversations") or entry.get("conversation") or [] for entry in entries]
-        turns = [(talk[0]["value"], talk[1]["value"]) for talk in talks if len(talk) >= 2]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ParameterError("dataset_path", f"{path} is not a ShareGPT file ({shown(error)})") from None
+    turns = _turns(path, _text(path))
     if not options.disable_shuffle:
         turns = [turns[index] for index in generator.permutation(len(turns))]
     fixed_output = options.sharegpt_output_len or options.output_len
@@ -105,6 +108,31 @@ def sharegpt_samples(
     return [samples[index % len(samples)] for index in range(count)]
 
 
+def _turns(path: Path, text: str) -> list[tuple[str, str]]:
+    """The first question and answer of each conversation that has them."""
+
+    def wrong(what: str) -> ParameterError:
+        return ParameterError("dataset_path", f"{path} is not a ShareGPT file: {what}")
+
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"it is not JSON: {str(error)[:200]}") from None
+    if not isinstance(entries, list):
+        raise wrong(f"it must be a list of conversations, not {shown(entries)}")
+    turns = []
+    for index, entry in enumerate(entries):
+        talk = (entry.get("conversations") or entry.get("conversation") or []) if isinstance(entry, dict) else None
+        if not isinstance(talk, list):
+            raise wrong(f"entry {index} must have a list of conversations, got {shown(entry)}")
+        said = [turn.get("value") if isinstance(turn, dict) else None for turn in talk[:2]]
+        if not all(isinstance(value, str) for value in said):
+            raise wrong(f"entry {index} has a turn without a text as value: {shown(talk[:2])}")
+        if len(said) == 2:
+            turns.append((said[0], said[1]))
+    return turns
+
+
 def sonnet_samples(
     options: argparse.Namespace, tokens: TokenSource, count: int, generator: np.random.Generator
 ) -> list[Sample]:
@@ -112,7 +140,7 @@ def sonnet_samples(
     path = _path(options)
     num_input = options.sonnet_input_len or options.input_len or 550
     num_output = options.sonnet_output_len or options.output_len or 150
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.strip()]
+    lines = [line for line in _text(path).splitlines(keepends=True) if line.strip()]
     if not lines:
         raise ParameterError("dataset_path", f"{path} is empty")
     lengths = [len(tokens.encode(line)) for line in lines]
@@ -143,10 +171,17 @@ def trace_samples(
 
     Text does not matter to a trace, so there is none to read: tokens are drawn at random, by block name if it has any.
     """
+    path = _path(options)
     try:
-        rows = read_trace(_path(options), count, options.trace_time_scale)
+        rows = read_trace(path, count, options.trace_time_scale)
+    except UnicodeDecodeError:
+        raise ParameterError("dataset_path", f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise unusable_file("dataset_path", path, error) from None
     except ValueError as error:
         raise ParameterError("dataset_path", str(error)) from None
+    if not rows:
+        raise ParameterError("dataset_path", f"{path} holds no request")
     divisor = options.trace_length_divisor
     seed = int(generator.integers(2**31))
     return [_trace_sample(row, index, divisor, seed, tokens) for index, row in enumerate(rows)]
@@ -187,3 +222,12 @@ def _path(options: argparse.Namespace) -> Path:
     if not path.is_file():
         raise ParameterError("dataset_path", f"no such file: {shown(options.dataset_path)}")
     return path
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ParameterError("dataset_path", f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise unusable_file("dataset_path", path, error) from None

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxpage.benchmarks.report import check_result_file
 from jaxpage.benchmarks.serving.arrivals import arrival_times
 from jaxpage.benchmarks.serving.client import Target
-from jaxpage.benchmarks.serving.datasets import Sample, as_text, make_samples
+from jaxpage.benchmarks.serving.datasets import Sample, as_text, check_dataset, make_samples
 from jaxpage.benchmarks.serving.load import Run, run_load
 from jaxpage.benchmarks.serving.measures import details, finite, summarize
 from jaxpage.benchmarks.serving.options import BACKENDS, SAMPLING_FLAGS, build_parser
@@ -25,9 +26,9 @@ from jaxpage.benchmarks.serving.plot import check_plot, draw
 from jaxpage.benchmarks.serving.summary import summary
 from jaxpage.benchmarks.serving.tokens import LocalTokens, ServerTokens, TokenSource
 from jaxpage.client import HttpClient, ServerError, run
-from jaxpage.client.http import authorization
+from jaxpage.client.http import authorization, check_url
 from jaxpage.config_file import expand_config
-from jaxpage.console import fail, flag_error
+from jaxpage.console import fail
 from jaxpage.errors import ParameterError
 
 ARRIVAL_SEED = 1
@@ -43,17 +44,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.bench
     """
     parser = build_parser(prog)
     options = parser.parse_args(expand_config(parser, argv))
-    if options.extra_body is not None and not isinstance(options.extra_body, dict):
-        parser.error("argument --extra-body: must be a JSON object")
     try:
         if options.plot:
             check_plot(options.plot)
         check_result_files(options)
+        check_dataset(options)
         result = run(benchmark(options))
-    except ParameterError as error:
-        return fail(flag_error(error))
     except (ValueError, OSError, ServerError) as error:
-        return fail(error)
+        return fail(error, options)
     except KeyboardInterrupt:
         return 130
     print(summary(result, options.percentile_metrics, options.metric_percentiles))
@@ -68,7 +66,8 @@ async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         ParameterError: for options that do not fit the data or the server.
         ServerError: the server does not answer.
     """
-    url = options.base_url or f"http://{options.host}:{options.port}"
+    url = f"http://{options.host}:{options.port}" if options.base_url is None else options.base_url
+    check_url("host" if options.base_url is None else "base_url", url)
     headers = authorization(options.api_key) | dict(options.header)
     async with HttpClient(url, headers, insecure=options.insecure) as client:
         model = await served_model(client, options)
@@ -119,7 +118,10 @@ async def served_model(client: HttpClient, options: argparse.Namespace) -> str:
 def token_source(options: argparse.Namespace, url: str, headers: dict[str, str]) -> TokenSource:
     """The tokenizer on this machine if one is named, else the server's."""
     if options.tokenizer:
-        return LocalTokens.load(options.tokenizer)
+        try:
+            return LocalTokens.load(options.tokenizer)
+        except (ValueError, OSError) as error:
+            raise ParameterError("tokenizer", str(error).removeprefix("model: ")) from None
     return ServerTokens(url, headers, options.insecure)
 
 
@@ -213,11 +215,9 @@ def check_result_files(options: argparse.Namespace) -> None:
             raise ParameterError(flag, "needs --save-result")
     if options.save_detailed and not (options.json or options.save_result):
         raise ParameterError("save_detailed", "needs --json or --save-result")
-    for file in result_files(options):
-        if not file.absolute().parent.is_dir():
-            raise ParameterError(
-                "json" if not options.save_result else "result_dir", f"no such directory: {file.parent}"
-            )
+    names = ["json", "result_dir"] if options.json else ["result_dir"]
+    for name, file in zip(names, result_files(options), strict=False):
+        check_result_file(name, file)
 
 
 def store(options: argparse.Namespace, result: dict[str, Any]) -> None:

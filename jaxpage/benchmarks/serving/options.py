@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from typing import Any
 
 from jaxpage.benchmarks.serving.datasets import MAKERS
@@ -43,7 +44,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     sampling.add_argument(
         "--ignore-eos", action="store_true", help="generate exactly as many tokens as the data set says"
     )
-    sampling.add_argument("--extra-body", type=json.loads, metavar="JSON", help="object of further fields")
+    sampling.add_argument("--extra-body", type=json_object, metavar="JSON", help="object of further fields")
     _add_result_flags(parser.add_argument_group("results"))
     return parser
 
@@ -106,7 +107,7 @@ def _add_server_flags(group: Any) -> None:
     group.add_argument("--base-url", metavar="URL", help="http(s)://HOST[:PORT][/PATH]; goes before host and port")
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     group.add_argument("--port", type=whole(1), default=8000, help="default: %(default)s")
-    group.add_argument("--endpoint", metavar="PATH", help="default: the backend's")
+    group.add_argument("--endpoint", type=url_path, metavar="/PATH", help="default: the backend's")
     group.add_argument("--model", metavar="NAME", help="default: the first the server names")
     group.add_argument("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")
     group.add_argument("--header", nargs="*", type=key_value, default=[], metavar="K=V", help="further headers")
@@ -137,7 +138,7 @@ def _add_load_flags(group: Any) -> None:
     group.add_argument(
         "--num-warmups", type=whole(0), default=0, metavar="N", help="requests before the run, not counted (default: 0)"
     )
-    group.add_argument("--request-id-prefix", default="bench-", metavar="TEXT", help="of x-request-id")
+    group.add_argument("--request-id-prefix", type=visible, default="bench-", metavar="TEXT", help="of x-request-id")
     group.add_argument("--profile", action="store_true", help="have the server record a profile of the run")
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
@@ -217,6 +218,31 @@ def range_ratio(text: str) -> tuple[float, float]:
     return ratios
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
+    return value
+
+
+def visible(text: str) -> str:
+    """Visible ASCII characters, as headers and paths have them."""
+    if not re.fullmatch("[!-~]*", text):
+        raise argparse.ArgumentTypeError(f"must be visible ASCII characters, got {shown(text)}")
+    return text
+
+
+def url_path(text: str) -> str:
+    """The path of a URL."""
+    if not text.startswith("/"):
+        raise argparse.ArgumentTypeError(f"must start with /, got {shown(text)}")
+    return visible(text)
+
+
 def key_value(text: str) -> tuple[str, str]:
     """``KEY=VALUE``."""
     key, sign, value = text.partition("=")
@@ -229,9 +255,12 @@ def objective(text: str) -> tuple[str, float]:
     """``METRIC:MS``, a limit for each request."""
     name, _, limit = text.partition(":")
     name = {"e2e": "e2el"}.get(name, name)
-    if name not in GOODPUT_METRICS:
-        raise argparse.ArgumentTypeError(f"must be ttft:MS, tpot:MS or e2el:MS, got {shown(text)}")
-    return name, positive(limit)
+    try:
+        if name in GOODPUT_METRICS:
+            return name, positive(limit)
+    except argparse.ArgumentTypeError:
+        pass
+    raise argparse.ArgumentTypeError(f"must be ttft:MS, tpot:MS or e2el:MS, got {shown(text)}")
 
 
 def metric_names(text: str) -> tuple[str, ...]:

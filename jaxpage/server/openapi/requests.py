@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxpage.request import (
+from jaxpage.params import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
     MAX_BEAM_WIDTH,

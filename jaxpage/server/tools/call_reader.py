@@ -13,7 +13,7 @@ from jaxpage.server.tools.json_scanner import JsonScanner, NotJsonError, State
 from jaxpage.server.tools.parts import CallArguments, Part, new_call
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
-_USUAL_KEYS = ("name", "type", "id", *_ARGUMENT_KEYS)
+USUAL_KEYS = ("name", "type", "id", *_ARGUMENT_KEYS)
 
 
 class Progress(enum.Enum):
@@ -83,7 +83,7 @@ class CallReader:
             raise NotJsonError
         if depth == 1 and before is State.STRING and scanner.state is State.COLON:
             self._key = json.loads(scanner.key)
-            if self._names is not None and self.progress is Progress.UNCERTAIN and self._key not in _USUAL_KEYS:
+            if self._names is not None and self.progress is Progress.UNCERTAIN and self._key not in USUAL_KEYS:
                 raise NotJsonError
         if depth == 1 and before is State.VALUE and scanner.state is not State.VALUE:
             self._begin_value(char, parts)

@@ -9,11 +9,12 @@ import dataclasses
 import re
 from typing import Any, Literal
 
+from jaxpage.checks import check_bool
 from jaxpage.errors import ParameterError, shown
-from jaxpage.request import check_bool
 from jaxpage.server.fields import Body, check_list, check_object, check_str, field
 
 MAX_TOOLS = 1024
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -21,8 +22,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class Tools:
     """The tools of a request.
 
-    Forced calls always follow the schema of their tool, whether it says ``strict`` or not. Where the model chooses, it
-    writes freely, ``strict`` or not, and its arguments are passed on as they are.
+    Forced calls always follow the schema of their tool, whether it says ``strict`` or not. Where the model chooses,
+    calls of strict tools do; if none is strict, it writes freely, and its arguments are passed on as they are.
 
     Attributes:
         definitions: as the client sent them, without nulls.
@@ -41,6 +42,12 @@ class Tools:
         return [tool["function"]["name"] for tool in self.definitions]
 
     @property
+    def strict_schemas(self) -> dict[str, dict[str, Any]]:
+        """By name, the parameters of the tools that say ``strict``."""
+        functions = [tool["function"] for tool in self.definitions]
+        return {each["name"]: parameters_of(each) for each in functions if each.get("strict")}
+
+    @property
     def is_forced(self) -> bool:
         """True when the answer has to be a call."""
         return self.choice in ("required", "named")
@@ -49,6 +56,11 @@ class Tools:
     def for_template(self) -> list[dict[str, Any]] | None:
         """What the prompt says about tools: nothing if none may be called."""
         return None if self.choice == "none" else list(self.definitions)
+
+
+def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; one that says nothing of them takes none."""
+    return function.get("parameters", _NO_PARAMETERS)
 
 
 def check_tools(body: Body) -> Tools:

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpage.errors import ParameterError
-from jaxpage.request import StructuredOutputsParams
-from jaxpage.server.tools.definitions import Tools
+from jaxpage.params import StructuredOutputsParams
+from jaxpage.server.tools.definitions import Tools, parameters_of
 from jaxpage.server.tools.json_default import JsonReader
 from jaxpage.server.tools.parts import AnswerReader, CallArguments, Part, new_call
 
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _DATA_KEYWORDS = ("const", "enum", "default", "examples")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -46,16 +45,16 @@ def forced_reader(tools: Tools) -> AnswerReader:
     return NamedCallReader(tools.forced_name) if tools.forced_name is not None else JsonReader(tools.names)
 
 
-def forced_error(
+def schema_error(
     tools: Tools, error: ParameterError, check: Callable[[StructuredOutputsParams], None]
 ) -> ParameterError:
-    """``error`` about ``forced_constraint`` as one about the tool whose own schema does not compile.
+    """``error`` about the grammar of all tools as one about the tool whose own schema does not compile.
 
     Args:
         check: raises ParameterError for a constraint that does not compile.
     """
     for index, name in enumerate(tools.names):
-        if tools.forced_name not in (None, name):
+        if tools.forced_name not in (None, name) or not (tools.is_forced or name in tools.strict_schemas):
             continue
         try:
             check(StructuredOutputsParams(json=_parameters(tools, index)))
@@ -91,7 +90,7 @@ class NamedCallReader:
 
 
 def _parameters(tools: Tools, index: int) -> dict[str, Any]:
-    return tools.definitions[index]["function"].get("parameters", _NO_PARAMETERS)
+    return parameters_of(tools.definitions[index]["function"])
 
 
 def _moved(schema: Any, root: str) -> Any:

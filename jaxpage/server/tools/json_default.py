@@ -10,6 +10,8 @@ from collections.abc import Collection
 from jaxpage.server.tools.call_reader import CallReader, CallsReader, Progress
 from jaxpage.server.tools.parts import CallArguments, CallStart, Content, Part
 
+SEPARATORS = "[],"
+
 
 class JsonReader(CallsReader):
     """Reads an answer as calls if it starts like one, and as content if it does not.
@@ -25,7 +27,7 @@ class JsonReader(CallsReader):
         separators: what may stand between calls, beside blanks.
     """
 
-    def __init__(self, names: Collection[str], prefix: str = "", separators: str = "[],") -> None:
+    def __init__(self, names: Collection[str], prefix: str = "", separators: str = SEPARATORS) -> None:
         super().__init__()
         self._names = frozenset(names)
         self._prefix = prefix

@@ -10,10 +10,11 @@ from collections.abc import Collection
 from jaxpage.server.tools.json_default import JsonReader
 
 PYTHON_TAG = "<|python_tag|>"
+SEPARATORS = "[],;"
 
 
 class Llama3JsonReader(JsonReader):
     """Reads an answer that consists of calls, with or without ``<|python_tag|>`` in front."""
 
     def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names, prefix=PYTHON_TAG, separators="[],;")
+        super().__init__(names, prefix=PYTHON_TAG, separators=SEPARATORS)

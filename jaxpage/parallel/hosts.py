@@ -1,0 +1,237 @@
+"""The processes of an engine that spans several hosts, and the lines between them.
+
+Process 0 leads: it sends, the others obey and answer. Must not know what is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxpage.errors import StartupError
+from jaxpage.parallel.cluster import has_several_processes
+
+logger = logging.getLogger("jaxpage")
+
+CONNECT_TIMEOUT_S = 60.0
+MEETING_TIMEOUT_S = 300.0
+"""How long processes wait for each other at the start: hosts of a pod do not boot at the same time."""
+HELLO_BYTES = 32
+HEAD = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 1 << 30
+_KEY = "jaxpage/leader"
+
+
+class LostHostError(Exception):
+    """A process of the group is gone, or computes something else than the others."""
+
+
+def join(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    environment: Mapping[str, str] = os.environ,
+) -> int:
+    """Joins the other processes of this engine; gives their number. To be called before jax runs anything.
+
+    Args:
+        coordinator, num_processes, process_id: all or none; without them the environment's TPU pod, SLURM or MPI job.
+
+    Raises:
+        StartupError: if the others are not there in time.
+    """
+    if jax.distributed.is_initialized():
+        return _state().num_processes
+    if coordinator is None and not has_several_processes(environment):
+        return 1
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of no effect elsewhere
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, initialization_timeout=int(MEETING_TIMEOUT_S)
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0][:200]
+        where = f"coordinator {coordinator}" if coordinator else "the cluster that the environment names"
+        raise StartupError(f"cannot join {where}: {reason}") from error
+    return _state().num_processes
+
+
+class Line:
+    """Messages over a connection: their length, then their bytes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, data: bytes) -> None:
+        """Raises OSError if the other end is gone."""
+        self._connection.sendall(HEAD.pack(len(data)) + data)
+
+    def receive(self) -> bytes:
+        """Waits for a message; raises EOFError or another OSError when the other end is gone."""
+        (size,) = HEAD.unpack(self._exactly(HEAD.size))
+        if size > MAX_MESSAGE_BYTES:
+            raise OSError(f"a message of {size} bytes")
+        return self._exactly(size)
+
+    def close(self) -> None:
+        """Both ends see the end."""
+        with contextlib.suppress(OSError):  # it may be closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = self._connection.recv_into(view)
+            if not count:
+                raise EOFError("the connection was closed")
+            view = view[count:]
+        return bytes(data)
+
+
+class Followers:
+    """The leader's lines to all others.
+
+    ``on_answer`` gets what they send, ``on_loss`` the first that is gone, with words for people; both in threads.
+    """
+
+    def __init__(self, on_answer: Callable[[int, bytes], None], on_loss: Callable[[str], None]) -> None:
+        """Waits until all others have called.
+
+        Raises:
+            StartupError: if one does not come in time.
+        """
+        self._on_answer, self._on_loss = on_answer, on_loss
+        self._is_closed = False
+        secret = secrets.token_bytes(HELLO_BYTES)
+        self._lines: dict[int, Line] = {}
+        with socket.create_server(("", 0)) as listener:
+            listener.settimeout(CONNECT_TIMEOUT_S)
+            address = f"{_own_address()} {listener.getsockname()[1]} {secret.hex()}"
+            _client().key_value_set(_KEY, address, allow_overwrite=True)
+            wanted = set(range(1, jax.process_count()))
+            while wanted:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    raise StartupError(
+                        f"process {min(wanted)} has not called within {CONNECT_TIMEOUT_S:.0f} s"
+                    ) from None
+                process_id = _greet(connection, secret)
+                if process_id in wanted:
+                    wanted.discard(process_id)
+                    self._lines[process_id] = Line(connection)
+                else:
+                    connection.close()
+        for process_id, line in self._lines.items():
+            name = f"jaxpage-host-{process_id}"
+            threading.Thread(target=self._listen, args=(process_id, line), name=name, daemon=True).start()
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self._lines)
+
+    def send(self, data: bytes) -> None:
+        """Sends to all; one that is gone is heard of by ``on_loss``."""
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):  # its thread sees the end too, and says so
+                line.send(data)
+
+    def close(self) -> None:
+        """Tells all that it is over."""
+        self._is_closed = True
+        for line in self._lines.values():
+            line.close()
+
+    def _listen(self, process_id: int, line: Line) -> None:
+        try:
+            while True:
+                self._on_answer(process_id, line.receive())
+        except (EOFError, OSError) as error:
+            if not self._is_closed:
+                self._on_loss(f"host {process_id} is gone ({error})")
+
+
+def agree_on(name: str, value: str) -> str:
+    """What the leader says about ``name``; ``value`` is said if this process leads."""
+    key = f"jaxpage/{name}"
+    if jax.process_index() == 0:
+        _client().key_value_set(key, value, allow_overwrite=True)
+        return value
+    return _client().blocking_key_value_get(key, int(MEETING_TIMEOUT_S * 1000))
+
+
+def least_of_all(number: int, occasion: str) -> int:
+    """The least that any process says; each comes here once for each occasion, and waits for the others.
+
+    Raises:
+        StartupError: if one does not come.
+    """
+    if jax.process_count() == 1:
+        return number
+    try:
+        _client().key_value_set(f"jaxpage/{occasion}/{jax.process_index()}", str(number))
+        _client().wait_at_barrier(f"jaxpage/{occasion}", int(MEETING_TIMEOUT_S * 1000))
+        return min(int(value) for _, value in _client().key_value_dir_get(f"jaxpage/{occasion}/"))
+    except RuntimeError as error:
+        raise StartupError(f"another process has not come to {occasion}: {str(error).splitlines()[0][:200]}") from error
+
+
+def call_leader() -> Line:
+    """A follower's line to the leader.
+
+    Raises:
+        StartupError: if it is not reached.
+    """
+    try:
+        host, port, secret = _client().blocking_key_value_get(_KEY, int(MEETING_TIMEOUT_S * 1000)).split()
+        connection = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
+        connection.settimeout(None)
+        connection.sendall(HEAD.pack(jax.process_index()) + bytes.fromhex(secret))
+    except (OSError, RuntimeError) as error:
+        raise StartupError(f"the leading process cannot be reached: {str(error)[:200]}") from error
+    return Line(connection)
+
+
+def _greet(connection: socket.socket, secret: bytes) -> int | None:
+    """Who calls; None for a stranger."""
+    connection.settimeout(CONNECT_TIMEOUT_S)
+    data = b""
+    try:
+        while len(data) < HEAD.size + HELLO_BYTES and (part := connection.recv(HEAD.size + HELLO_BYTES - len(data))):
+            data += part
+    except OSError:
+        return None
+    if not hmac.compare_digest(data[HEAD.size :], secret):
+        return None
+    connection.settimeout(None)
+    return HEAD.unpack(data[: HEAD.size])[0]
+
+
+def _own_address() -> str:
+    """The address under which others reach the leader, which is where jax's coordinator is."""
+    return _state().coordinator_address.rpartition(":")[0].strip("[]")
+
+
+def _client() -> Any:
+    client = _state().client
+    assert client is not None, "join comes first"
+    return client
+
+
+def _state() -> Any:
+    from jax._src import distributed  # jax has no public name for the store that its processes share
+
+    return distributed.global_state
