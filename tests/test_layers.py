@@ -73,6 +73,8 @@ HOST_MODULES = (
     "jaxpage.weights.source",
     "jaxpage.weights.orbax_checkpoint",
     "jaxpage.checkpoint",
+    "jaxpage.checks",
+    "jaxpage.params",
     "jaxpage.parallel.cluster",
     "jaxpage.engine.async_engine",
     "jaxpage.engine.data_parallel",

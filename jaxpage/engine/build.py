@@ -18,7 +18,7 @@ from jaxpage.batch import Device
 from jaxpage.config import EngineArgs, EngineConfig, resolve
 from jaxpage.engine.core import EngineCore
 from jaxpage.engine.tokenizer_source import open_tokenizer_source
-from jaxpage.errors import StartupError
+from jaxpage.errors import ParameterError, StartupError
 from jaxpage.kv.manager import KVCacheManager
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
@@ -206,7 +206,7 @@ def take_devices(args: EngineArgs) -> list[Device]:
     """The devices of one engine: the first of this process, or as many of each process.
 
     Raises:
-        StartupError: with the numbers, if there are fewer.
+        ParameterError: with the numbers, if there are fewer.
     """
     each = args.num_devices // jax.process_count()
     by_process: dict[int, list[Device]] = {}
@@ -215,9 +215,11 @@ def take_devices(args: EngineArgs) -> list[Device]:
     for process_id, here in by_process.items():
         if each > len(here) or each * len(by_process) != args.num_devices:
             where = f"process {process_id} of {len(by_process)} has" if len(by_process) > 1 else "here are"
-            raise StartupError(
-                f"tensor_parallel_size {args.tensor_parallel_size} and pipeline_parallel_size "
-                f"{args.pipeline_parallel_size} need {args.num_devices} devices, {where} {_shown_devices(here)}"
+            hint = "; jax was in use before, else it would have as many" if here[0].platform == "cpu" else ""
+            raise ParameterError(
+                "tensor_parallel_size",
+                f"{args.tensor_parallel_size} and pipeline_parallel_size {args.pipeline_parallel_size} need "
+                f"{args.num_devices} devices, {where} {_shown_devices(here)}{hint}",
             )
     return [device for here in by_process.values() for device in here[:each]]
 

@@ -167,7 +167,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": math.inf}, r"frequency_penalty: must be finite, got inf"),
     ({"repetition_penalty": 0}, r"repetition_penalty: must be above 0, got 0"),
     ({"seed": 2**63}, rf"seed: .*got {2**63}"),
-    ({"stop": [""]}, r"stop: an empty string"),
+    ({"stop": [""]}, r"stop\[0\]: must not be empty"),
     ({"stop": 5}, r"stop: must be a string or a list of strings, got 5"),
     ({"stop": "x", "detokenize": False}, r"stop: needs detokenize=True"),
     ({"stop_token_ids": [294]}, r"stop_token_ids\[0\]: .*got 294"),
@@ -189,7 +189,12 @@ def test_bad_params_are_refused_by_name_and_value(values: dict[str, Any], messag
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"tensor_parallel_size": 2}, r"tensor_parallel_size: only 1 is supported in this version, got 2"),
+    ({"tensor_parallel_size": 64}, r"tensor_parallel_size: 64 and pipeline_parallel_size 1 need 64 devices, here are"),
+    (
+        {"pipeline_parallel_size": 2, "pipeline_layers": "3"},
+        r"pipeline_layers: must be 2 numbers .* got '3'",
+    ),
+    ({"coordinator": "here:1"}, r"num_processes: must be given with coordinator"),
     ({"tensor_parallel_size": 0}, r"tensor_parallel_size: must be at least 1, got 0"),
     ({"kv_cache_dtype": "fp4"}, r"kv_cache_dtype: must be one of auto, float32, bfloat16, int8, fp8, .*, got 'fp4'"),
     ({"dtype": "int8"}, r"dtype: must be one of auto, float32, bfloat16, got 'int8'"),

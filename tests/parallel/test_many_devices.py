@@ -38,7 +38,8 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | more
+    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return kept | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | more  # what takes time here is compiling
 
 
 def run(model: Path, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
