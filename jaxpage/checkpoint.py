@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.check
     try:
         return run(options)
     except ParameterError as error:
-        return fail(flag_error(error))
+        # What is read is an argument here, and no flag.
+        return fail(f"SRC: {error.reason}" if error.parameter == "model" else flag_error(error))
     except (ValueError, OSError, StartupError, MemoryError) as error:
         return fail(str(error) or type(error).__name__)
     except KeyboardInterrupt:

@@ -165,8 +165,8 @@ class EngineArgs:
         if self.num_stage_layers is None or len(self.num_stage_layers) != self.pipeline_parallel_size:
             raise ParameterError(
                 "pipeline_layers",
-                f"must be {self.pipeline_parallel_size} numbers of layers, one a stage (pipeline_parallel_size), "
-                f"such as 10,12,10; got {shown(self.pipeline_layers)}",
+                f"must be {self.pipeline_parallel_size} numbers of layers with commas between them, one for each stage "
+                f"(pipeline_parallel_size), got {shown(self.pipeline_layers)}",
             )
 
     def _check_processes(self) -> None:
@@ -182,7 +182,7 @@ class EngineArgs:
         if len(missing) == len(names):
             return
         if missing:
-            raise ParameterError(missing[0], f"must be given with {', '.join(set(names) - set(missing))}")
+            raise ParameterError(missing[0], f"must be given too: {', '.join(names)} belong together")
         host, _, port = str(self.coordinator).rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ParameterError("coordinator", f"must be HOST:PORT, got {shown(self.coordinator)}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class ParamSpec:
         axes: logical axis of each dimension, None for one that is never split.
         sources: checkpoint tensors and their shapes.
         assemble: makes the leaf from the tensors, in the order of ``sources``.
+        kv_repeats: how often each KV head stands in it (see ``repeat_kv_heads``).
         is_linear: it is the weight of a ``linear``, or of one for each expert, and may be quantised; its last axis is
             the one contracted.
     """
@@ -54,6 +56,15 @@ class ParamSpec:
     sources: Mapping[str, tuple[int, ...]]
     assemble: Callable[..., np.ndarray]
     is_linear: bool = False
+    kv_repeats: int = 1
+
+    @property
+    def shape_without_repeats(self) -> tuple[int, ...]:
+        """What the shape would be with each KV head once."""
+        if self.kv_repeats == 1:
+            return self.shape
+        num_kv_heads, width, *rest = self.shape
+        return (num_kv_heads // self.kv_repeats, (width - 2) * self.kv_repeats + 2, *rest)
 
 
 def param_specs(
@@ -96,13 +107,21 @@ def repeat_kv_heads(
         shape = (spec.shape[0] * repeats, group // repeats + 2, *spec.shape[2:])
 
         def assemble(*parts: np.ndarray) -> np.ndarray:
-            whole = spec.assemble(*parts).reshape(spec.shape)
-            q = whole[:, :group].reshape(shape[0], -1, *shape[2:])
-            return np.concatenate([q, np.repeat(whole[:, group:], repeats, axis=0)], axis=1)
+            return with_kv_heads_repeated(spec.assemble(*parts).reshape(spec.shape), repeats)
 
-        return dataclasses.replace(spec, shape=shape, assemble=assemble)
+        return dataclasses.replace(spec, shape=shape, assemble=assemble, kv_repeats=repeats)
 
     return dataclasses.replace(model, num_kv_heads=model.num_kv_heads * repeats), list(map(repeated, specs))
+
+
+def with_kv_heads_repeated(whole: Any, repeats: int, axis: int = 0) -> Any:
+    """[..., K, G + 2, ...] to [..., K * repeats, G / repeats + 2, ...]; a numpy or a jax array, K at ``axis``."""
+    xp, group = whole.__array_namespace__(), whole.shape[axis + 1] - 2
+    before = (slice(None),) * (axis + 1)
+    q, kv = whole[(*before, slice(group))], whole[(*before, slice(group, None))]
+    shape = list(whole.shape)
+    shape[axis : axis + 2] = shape[axis] * repeats, group // repeats
+    return xp.concat([xp.reshape(q, tuple(shape)), xp.repeat(kv, repeats, axis=axis)], axis=axis + 1)
 
 
 def _layer_specs(

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.plots:
             check_plots(options.plots)
+        if options.json and not Path(options.json).absolute().parent.is_dir():
+            raise ParameterError("json", f"no such directory: {Path(options.json).parent}")
         if options.table:
             print(readme_table.make_table(sys.stderr))
             return 0

@@ -36,7 +36,7 @@ def find_values(name: str) -> dict[str, Any]:
             raise ParameterError("model", f"{shown(str(path))} must hold an object")
         return values
     if name not in BUILTIN_MODELS and not path.exists():
-        known = ", ".join([*BUILTIN_MODELS, *PRESETS])
+        known = ", ".join(dict.fromkeys([*BUILTIN_MODELS, *PRESETS]))
         raise ParameterError(
             "model", f"must be a config.json, its directory, a .gguf file or one of {known}; got {shown(name)}"
         )

@@ -155,7 +155,7 @@ def make_scenario(
             if size == 1:
                 raise
             continue
-        if scenario.splits_attention or size == 1:
+        if scenario.splits_attention or size == 1 or "sharding" in options:  # which may leave attention whole
             return scenario
     raise AssertionError("one device is tried last")
 

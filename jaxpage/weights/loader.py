@@ -19,7 +19,7 @@ from jaxpage.errors import StartupError
 from jaxpage.layers.linear import quantized_axes
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
-from jaxpage.models.weight_map import ParamSpec
+from jaxpage.models.weight_map import ParamSpec, with_kv_heads_repeated
 from jaxpage.parallel.placement import Placement
 from jaxpage.weights.orbax_arrays import restored_params
 from jaxpage.weights.source import Checkpoint, OrbaxCheckpoint, WeightsError
@@ -150,7 +150,8 @@ def _number(spec: ParamSpec) -> int:
 
 def _noise(key: jax.Array, spec: ParamSpec, dtype: str, placement: Placement) -> jax.Array:
     def draw(key: jax.Array) -> jax.Array:
-        return (0.02 * jax.random.normal(key, spec.shape, np.float32)).astype(dtype)
+        noise = (0.02 * jax.random.normal(key, spec.shape_without_repeats, np.float32)).astype(dtype)
+        return noise if spec.kv_repeats == 1 else with_kv_heads_repeated(noise, spec.kv_repeats)
 
     with jax.default_device(placement.first_device):
         return jax.jit(draw, out_shardings=placement.sharding(spec.axes))(key)

@@ -19,7 +19,7 @@ from etils import epath  # Orbax's paths
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpage.layers.linear import Weight, quantized_axes
-from jaxpage.models.weight_map import ParamSpec
+from jaxpage.models.weight_map import ParamSpec, with_kv_heads_repeated
 from jaxpage.parallel.placement import Placement
 from jaxpage.weights.checkpoint import WeightsError
 from jaxpage.weights.orbax_checkpoint import SCALES, VALUES, OrbaxCheckpoint, param_name
@@ -199,13 +199,5 @@ def _files(checkpoint: OrbaxCheckpoint, item: str, arrays: Sequence[_Array]) -> 
 def _repeated(array: _Array, leaf: jax.Array) -> jax.Array:
     if array.repeats == 1:
         return leaf
-    return jax.jit(partial(_repeat_kv_heads, array.repeats, array.kv_axis), out_shardings=array.final)(leaf)
-
-
-def _repeat_kv_heads(repeats: int, axis: int, whole: jax.Array) -> jax.Array:
-    """[..., K, G + 2, ...] to [..., K * repeats, G / repeats + 2, ...], as ``weight_map.repeat_kv_heads`` has it."""
-    group = whole.shape[axis + 1] - 2
-    q, kv = jnp.split(whole, [group], axis=axis + 1)
-    shape = list(whole.shape)
-    shape[axis : axis + 2] = shape[axis] * repeats, group // repeats
-    return jnp.concatenate([q.reshape(shape), jnp.repeat(kv, repeats, axis=axis)], axis=axis + 1)
+    repeat = partial(with_kv_heads_repeated, repeats=array.repeats, axis=array.kv_axis)
+    return jax.jit(repeat, out_shardings=array.final)(leaf)
