@@ -194,7 +194,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
         {"pipeline_parallel_size": 2, "pipeline_layers": "3"},
         r"pipeline_layers: must be 2 numbers .* got '3'",
     ),
-    ({"coordinator": "here:1"}, r"num_processes: must be given too: coordinator, num_processes, process_id belong together"),
+    (
+        {"coordinator": "here:1"},
+        r"num_processes: must be given too: coordinator, num_processes, process_id belong together",
+    ),
     ({"tensor_parallel_size": 0}, r"tensor_parallel_size: must be at least 1, got 0"),
     ({"kv_cache_dtype": "fp4"}, r"kv_cache_dtype: must be one of auto, float32, bfloat16, int8, fp8, .*, got 'fp4'"),
     ({"dtype": "int8"}, r"dtype: must be one of auto, float32, bfloat16, got 'int8'"),
