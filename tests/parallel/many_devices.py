@@ -22,6 +22,7 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.batch import StepOutput
 from jaxpage.config import EngineArgs
 from jaxpage.engine.build import follow_leader, join_hosts
+from jaxpage.engine.front import Engine
 from jaxpage.runner.commands import Command
 from jaxpage.runner.worker import Worker
 
@@ -58,8 +59,9 @@ def main(model: str, options: dict[str, Any]) -> None:
         [scores[token].logprob for token, scores in zip(sample.token_ids, sample.logprobs, strict=True)]
         for output in runs[0] for sample in output.outputs if sample.logprobs is not None
     ]  # fmt: skip
-    stats = llm.engine.core.scheduler.stats if hasattr(llm.engine, "core") else None
-    facts = {name: getattr(stats, f"num_{name}") for name in FACTS} if stats is not None else {}
+    facts = {}
+    if isinstance(llm.engine, Engine):
+        facts = {name: getattr(llm.engine.core.scheduler.stats, f"num_{name}") for name in FACTS}
     print(json.dumps({"tokens": tokens, "logprobs": logprobs, "facts": facts}), flush=True)
 
 
