@@ -43,6 +43,7 @@ def measure(num_followers: int, num_tokens: int, num_rows: int, max_blocks: int,
         processes = [
             subprocess.Popen([sys.executable, "-m", __spec__.name, FOLLOWER, address]) for _ in range(num_followers)
         ]
+        listener.settimeout(60)  # a follower that does not start
         lines = [Line(listener.accept()[0]) for _ in processes]
     send_s, answer_s, data = [], [], b""
     for call in range(num_steps):

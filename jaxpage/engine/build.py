@@ -24,11 +24,11 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
 from jaxpage.models.registry import build_config
 from jaxpage.models.weight_map import ParamSpec, repeat_kv_heads
-from jaxpage.parallel.hosts import agree_on, call_leader, join
+from jaxpage.parallel.hosts import agree_on, join
 from jaxpage.parallel.pipeline import Stage, split_layers, stage_specs
 from jaxpage.parallel.placement import Placement
 from jaxpage.parallel.sharding import choose_layout, kv_repeats
-from jaxpage.runner.group import LeadingWorker, follow
+from jaxpage.runner.group import Follower, Leader, LeadingWorker
 from jaxpage.runner.memory import gib
 from jaxpage.runner.programs import StagePrograms
 from jaxpage.runner.runner import Runner
@@ -72,11 +72,15 @@ def build(args: EngineArgs, devices: Sequence[Device] | None = None) -> LoadedEn
         )
     # One of its own comes first: nobody should load a model for a minute to learn that its tokenizer is not there.
     own_tokenizer = None if args.tokenizer is None else open_tokenizer_source(args.tokenizer).load_tokenizer()
-    half = build_device_half(args, devices)
+    leader = Leader() if jax.process_count() > 1 else None
+    try:
+        half = build_device_half(args, devices, leader)
+    except BaseException:
+        if leader is not None:
+            leader.give_up()
+        raise
     worker, model, config = half.worker, half.model, half.config
     tokenizer = own_tokenizer or half.checkpoint.load_tokenizer()
-    if isinstance(worker, LeadingWorker):
-        worker.lead()
     kv = KVCacheManager(
         worker.plan.num_blocks,
         config.block_size,
@@ -146,10 +150,14 @@ def follow_leader(args: EngineArgs) -> None:
     Raises:
         ValueError, StartupError: in one line, for anything that keeps the engine from starting.
     """
-    worker = build_device_half(args).worker
-    line = call_leader()
+    follower = Follower()
+    try:
+        worker = build_device_half(args).worker
+    except BaseException:
+        follower.give_up()
+        raise
     logger.info("Following the leading host as process %d of %d", jax.process_index(), jax.process_count())
-    follow(worker, line)
+    follower.follow(worker)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,17 +170,19 @@ class DeviceHalf:
     checkpoint: Checkpoint | OrbaxCheckpoint
 
 
-def build_device_half(args: EngineArgs, devices: Sequence[Device] | None = None) -> DeviceHalf:
-    """Reads the weights onto ``devices``, compiles and warms up; see ``build``."""
+def build_device_half(
+    args: EngineArgs, devices: Sequence[Device] | None = None, leader: Leader | None = None
+) -> DeviceHalf:
+    """Reads the weights onto ``devices``, compiles and warms up; see ``build``. ``leader``: whom others follow."""
     try:
-        return _build_device_half(args, devices)
+        return _build_device_half(args, devices, leader)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise StartupError(f"not enough memory: {str(error).splitlines()[0] if str(error) else error!r}") from error
         raise
 
 
-def _build_device_half(args: EngineArgs, devices: Sequence[Device] | None) -> DeviceHalf:
+def _build_device_half(args: EngineArgs, devices: Sequence[Device] | None, leader: Leader | None) -> DeviceHalf:
     started = time.monotonic()
     devices = take_devices(args) if devices is None else devices
     checkpoint = open_checkpoint(resolve_model(args.model, args.revision), needs_weights=args.load_format != "dummy")
@@ -197,8 +207,8 @@ def _build_device_half(args: EngineArgs, devices: Sequence[Device] | None) -> De
             " and ".join(filter(None, (config.dtype, config.quantization))), _shown_devices(devices),
             time.monotonic() - started,
         )  # fmt: skip
-        leads = jax.process_count() > 1 and jax.process_index() == 0
-        worker = (LeadingWorker if leads else Worker)(args, config, stages, progress)
+        parts = (args, config, stages, progress)
+        worker = Worker(*parts) if leader is None else LeadingWorker(leader, *parts)
     return DeviceHalf(worker, model, config, checkpoint)
 
 

@@ -62,7 +62,7 @@ class LocalEngine:
             SNAPSHOT: lambda: take_snapshot(engine.core.scheduler),
             KV_CACHE_STATS: lambda: engine.core.scheduler.kv_cache_stats(),
         }
-        engine.core.runner.worker.on_loss = self._lose
+        engine.core.runner.worker.notify_of_loss(self._lose)
         self._thread = threading.Thread(target=self._run, name="jaxpage-engine", daemon=True)
         self._thread.start()
 
@@ -121,8 +121,9 @@ class LocalEngine:
     def _lose(self, reason: str) -> None:
         """Another host of the engine is gone: the engine's thread may wait for ever for what they compute together."""
         self.failure = self.failure or LostHostError(reason)
-        self._thread.join(STUCK_AFTER_S)
-        self._end()
+        if threading.current_thread() is not self._thread:  # else it sees it by itself
+            self._thread.join(STUCK_AFTER_S)
+            self._end()
 
     # Everything below runs in the engine's thread; of an engine whose thread is stuck, its end does not.
 

@@ -71,11 +71,13 @@ class Line:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._sending = threading.Lock()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, data: bytes) -> None:
         """Raises OSError if the other end is gone."""
-        self._connection.sendall(HEAD.pack(len(data)) + data)
+        with self._sending:
+            self._connection.sendall(HEAD.pack(len(data)) + data)
 
     def receive(self) -> bytes:
         """Waits for a message; raises EOFError or another OSError when the other end is gone."""
@@ -159,18 +161,25 @@ class Followers:
         try:
             while True:
                 self._on_answer(process_id, line.receive())
-        except (EOFError, OSError) as error:
+        except Exception as error:  # the end of the line, or something that is no answer
             if not self._is_closed:
                 self._on_loss(f"host {process_id} is gone ({error})")
 
 
 def agree_on(name: str, value: str) -> str:
-    """What the leader says about ``name``; ``value`` is said if this process leads."""
+    """What the leader says about ``name``; ``value`` is said if this process leads.
+
+    Raises:
+        StartupError: if it says nothing.
+    """
     key = f"jaxpage/{name}"
     if jax.process_index() == 0:
         _client().key_value_set(key, value, allow_overwrite=True)
         return value
-    return _client().blocking_key_value_get(key, int(MEETING_TIMEOUT_S * 1000))
+    try:
+        return _client().blocking_key_value_get(key, int(MEETING_TIMEOUT_S * 1000))
+    except RuntimeError as error:
+        raise StartupError(f"the leading process said nothing: {str(error).splitlines()[0][:200]}") from error
 
 
 def least_of_all(number: int, occasion: str) -> int:

@@ -10,14 +10,17 @@ import atexit
 import logging
 import os
 import queue
+import signal
 import struct
 import threading
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from jaxpage.batch import StepOutput
-from jaxpage.parallel.hosts import Followers, Line, LostHostError
+from jaxpage.parallel.hosts import Followers, LostHostError, call_leader
 from jaxpage.runner.commands import Command
 from jaxpage.runner.wire import pack_command, unpack_command
 from jaxpage.runner.worker import Worker
@@ -33,25 +36,29 @@ LAST_WORDS_S = 5.0
 """From the loss of a host to the end of the process, which may be stuck in a computation with that host."""
 
 
-class LeadingWorker(Worker):
-    """The worker of process 0."""
+class Leader:
+    """Process 0 as the others know it. Made before anything long begins, so that a host that fails is noticed at once.
 
-    def lead(self) -> None:
-        """Meets the others; to be called once, when all have built their workers. Raises StartupError."""
+    Attributes:
+        on_loss: called in some thread when the job is over because of another host; the process ends soon after.
+    """
+
+    def __init__(self) -> None:
+        """Waits for the others; raises StartupError if one does not come."""
+        self.on_loss: Callable[[str], None] = lambda reason: None
         self._changed = threading.Condition()
         self._digests: dict[int, int] = {}
         self._answers: dict[int, dict[int, tuple[int, ...]]] = {}
         self._loss: str | None = None
-        self._followers = Followers(self._hear, self._lose)
+        self._followers = Followers(self._hear, self.lose)
         atexit.register(self.close)
 
-    def obey(self, command: Command) -> StepOutput | None:
+    def tell(self, command: Command) -> None:
+        """Sends a command to all."""
         data = pack_command(command)
-        self._followers.send(data)
-        output = super().obey(command)
-        if output is not None:
+        if command.num_tokens:
             self._digests[command.call] = zlib.crc32(data)
-        return output
+        self._followers.send(data)
 
     def confirm(self, call: int, output: StepOutput) -> None:
         """Waits until every follower has said the same of a step.
@@ -77,7 +84,7 @@ class LeadingWorker(Worker):
         ]
         if astray:
             reason = f"host {astray[0]} has not computed in step {call} what this one has"
-            self._lose(reason)
+            self.lose(reason)
             raise LostHostError(reason)
 
     def close(self) -> None:
@@ -85,13 +92,12 @@ class LeadingWorker(Worker):
         self._followers.send(GOODBYE)
         self._followers.close()
 
-    def _hear(self, process_id: int, data: bytes) -> None:
-        call, *digests = ANSWER.unpack(data)
-        with self._changed:
-            self._answers.setdefault(call, {})[process_id] = tuple(digests)
-            self._changed.notify_all()
+    def give_up(self) -> None:
+        """This process cannot go on: the others see the end of their lines, and end."""
+        self._followers.close()
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        """The job is over, for this reason."""
         with self._changed:
             if self._loss is not None:
                 return
@@ -104,21 +110,95 @@ class LeadingWorker(Worker):
         timer.start()
         self.on_loss(reason)
 
+    def _hear(self, process_id: int, data: bytes) -> None:
+        call, *digests = ANSWER.unpack(data)
+        with self._changed:
+            self._answers.setdefault(call, {})[process_id] = tuple(digests)
+            self._changed.notify_all()
 
-def follow(worker: Worker, line: Line) -> None:
-    """Obeys the leader until it says goodbye. A leader that is gone ends the process, with a message."""
-    commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[tuple[int, int, StepOutput | None] | None] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(line, commands), name="jaxpage-leader", daemon=True).start()
-    answering = threading.Thread(target=_answer, args=(line, answers), name="jaxpage-answers", daemon=True)
-    answering.start()
-    while (data := commands.get()) != GOODBYE:
-        command = unpack_command(data)
-        output = worker.obey(command)
-        if command.num_tokens:
-            answers.put((command.call, zlib.crc32(data), output))
-    answers.put(None)
-    answering.join()
+
+class LeadingWorker(Worker):
+    """The worker of process 0: the others obey what it obeys."""
+
+    def __init__(self, leader: Leader, *arguments: Any) -> None:
+        self.leader = leader
+        super().__init__(*arguments)
+
+    def obey(self, command: Command) -> StepOutput | None:
+        self.leader.tell(command)
+        try:
+            return super().obey(command)
+        except BaseException as error:  # the others wait in this step for this process
+            self.leader.lose(f"step {command.call} failed here: {error}")
+            raise
+
+    def confirm(self, call: int, output: StepOutput) -> None:
+        self.leader.confirm(call, output)
+
+    def notify_of_loss(self, callback: Callable[[str], None]) -> None:
+        self.leader.on_loss = callback
+
+
+class Follower:
+    """A process that obeys. Listens from the start, so that it ends with the leader whatever it is doing then."""
+
+    def __init__(self) -> None:
+        """Calls the leader; raises StartupError if it is not reached."""
+        self._line = call_leader()
+        self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, int, StepOutput | None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._receive, name="jaxpage-leader", daemon=True).start()
+
+    def follow(self, worker: Worker) -> None:
+        """Obeys the leader until it says goodbye.
+
+        A leader that is gone, or a fault here, ends the process at once, with a message: who waits for it hears of
+        that. Signals are the leader's: launchers send them to all, and the others end with it.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+        answering = threading.Thread(target=self._answer, name="jaxpage-answers", daemon=True)
+        answering.start()
+        try:
+            while (data := self._commands.get()) != GOODBYE:
+                command = unpack_command(data)
+                output = worker.obey(command)
+                if command.num_tokens:
+                    self._answers.put((command.call, zlib.crc32(data), output))
+        except Exception:
+            logger.exception("a step failed")
+            os._exit(1)
+        self._answers.put(None)
+        answering.join()
+
+    def give_up(self) -> None:
+        """This process cannot go on: the leader sees the end of its line."""
+        self._line.close()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                data = self._line.receive()
+                self._commands.put(data)
+                if data == GOODBYE:
+                    return
+        except (EOFError, OSError) as error:
+            # The other threads may be stuck in a computation with a host that is gone.
+            logger.error("the leading host has ended the job or is gone (%s)", error)
+            os._exit(1)
+
+    def _answer(self) -> None:
+        """Sends digests of each step as soon as its tokens are there."""
+        try:
+            while (item := self._answers.get()) is not None:
+                call, command_digest, output = item
+                self._line.send(ANSWER.pack(call, *digests_of(command_digest, output)))
+        except OSError:
+            pass  # the thread that receives sees the end too
+        except Exception:
+            logger.exception("a step failed")
+            os._exit(1)
 
 
 def digests_of(command_digest: int, output: StepOutput | None) -> tuple[int, int, int]:
@@ -140,29 +220,3 @@ def digests_of(command_digest: int, output: StepOutput | None) -> tuple[int, int
 def _digest(array: np.ndarray) -> int:
     """Never UNKNOWN."""
     return zlib.crc32(np.ascontiguousarray(array, np.int32).tobytes()) or 1
-
-
-def _receive(line: Line, commands: queue.SimpleQueue[bytes]) -> None:
-    try:
-        while True:
-            data = line.receive()
-            commands.put(data)
-            if data == GOODBYE:
-                return
-    except (EOFError, OSError) as error:
-        # The other threads may be stuck in a computation with a host that is gone.
-        logger.error("the leading host has ended the job or is gone (%s)", error)
-        os._exit(1)
-
-
-def _answer(line: Line, answers: queue.SimpleQueue[tuple[int, int, StepOutput | None] | None]) -> None:
-    """Sends a digest of each step as soon as its tokens are there."""
-    try:
-        while (item := answers.get()) is not None:
-            call, command_digest, output = item
-            line.send(ANSWER.pack(call, *digests_of(command_digest, output)))
-    except OSError:
-        pass  # the thread that receives sees the end too
-    except Exception:
-        logger.exception("a step failed")
-        os._exit(1)

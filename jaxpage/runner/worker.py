@@ -119,10 +119,7 @@ class Worker:
 
     Attributes:
         plan: size of the cache. Its bytes are those of the devices that have most.
-        on_loss: called, in some thread, when the job is over because of another host; the process ends soon after.
     """
-
-    on_loss: Callable[[str], None] = staticmethod(lambda reason: None)
 
     def __init__(
         self,
@@ -157,7 +154,7 @@ class Worker:
         for stage in self._here:
             stage.allocate(self.plan.num_blocks, self.num_host_blocks)
         self._forward = [_between(one, next_one) for one, next_one in itertools.pairwise(stages)]
-        self._back = _between(stages[-1], stages[0])
+        self._back = _between(stages[-1], stages[0]) if len(stages) > 1 else None
         self._sampled: deque[tuple[int, jax.Array | None]] = deque()
         """Call and its tokens by slot, where the first stage wants them; only with several stages."""
         if not self._lazy:
@@ -180,8 +177,8 @@ class Worker:
     def confirm(self, call: int, output: StepOutput) -> None:
         """Called with what a step has sampled, before anybody acts on it. Alone there is nobody to ask."""
 
-    def close(self) -> None:
-        """Called when no more commands come."""
+    def notify_of_loss(self, callback: Callable[[str], None]) -> None:
+        """``callback`` is to be called when the job is over because of another host. Alone there is none."""
 
     def wait(self) -> None:
         """Blocks until the devices have done everything that was started."""
@@ -213,6 +210,7 @@ class Worker:
     def _give_back(self, command: Command, output: StepOutput | None) -> StepOutput | None:
         """Hands the tokens to the first stage; and to the leading process, which has that one, what it will read."""
         last = self.stages[-1]
+        assert self._back is not None, "one stage has nobody to give to"
         tokens = last.state.last_token if last.state is not None else None
         self._sampled.append((command.call, self._back(tokens, self.stages[0].programs.first_stage_tokens)))
         if self._back.is_local:
@@ -249,21 +247,25 @@ class Worker:
             np.full(self.stages[-1].programs.num_stop_ids, vocab_size, np.int32),
         )
         for _ in range(2):  # what the first run of a program gives may differ from what it took in how it is bound
-            self.obey(Command(0, [], [fill], masks, packing.num_tokens, packed))
+            # Every process warms up by itself: nobody is told to.
+            Worker.obey(self, Command(0, [], [fill], masks, packing.num_tokens, packed))
         self._sampled.clear()
         self.wait()
 
     def _warm_up_movers(self) -> None:
+        wanted = self.num_host_blocks
         try:
             for stage in self._here:
                 stage.warm_up_mover()
-            return
         except StartupError as error:
             if self.config.preemption_mode == "swap":
                 raise
             logger.warning("%s; preempted requests will be computed again", error)
+            self.num_host_blocks = 0
+        self.num_host_blocks = least_of_all(self.num_host_blocks, "swapping")
+        if self.num_host_blocks == wanted:
+            return
         # Nobody insisted on swapping, so its failure is no reason not to start. It may have taken the cache along.
-        self.num_host_blocks = 0
         for stage in self._here:
             stage.kv_cache = []
             stage.allocate(self.plan.num_blocks, 0)
@@ -282,13 +284,14 @@ class Worker:
         self._compile_all(largest, plan)
         told = [stage.programs.step_bytes(stage.steps[largest]) for stage in self._here]
         measured = [number for number in told if number is not None]
-        if len(measured) == len(told):
+        if measured:
             logger.info("Largest step (%d tokens) needs %s beside weights and cache", largest, gib(max(measured)))
-            if any(now > before for now, before in zip(measured, needs, strict=True)):
-                new_plan = self._plan([max(pair) for pair in zip(measured, needs, strict=True)])
-                if new_plan != plan:
-                    plan = new_plan
-                    self._compile_all(largest, plan)
+        greater = [max(need, number or 0) for need, number in zip(needs, told, strict=True)]
+        if greater != needs or jax.process_count() > 1:  # one process alone cannot plan again
+            new_plan = self._plan(greater)
+            if new_plan != plan:
+                plan = new_plan
+                self._compile_all(largest, plan)
         progress("compiling", 1, len(self.buckets))
         with ThreadPoolExecutor(COMPILE_THREADS) as pool:
             rest = self.buckets[-2::-1]

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,14 +35,15 @@ NUM_CPUS = 2
 def cluster() -> Iterator[Any]:
     """Ray, with a cluster of its own."""
     ray: Any = pytest.importorskip("ray")
-    ray.init(
-        num_cpus=NUM_CPUS,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # it forks, and jax has threads by now
+        ray.init(
+            num_cpus=NUM_CPUS,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
     yield ray
     ray.shutdown()
 

@@ -132,7 +132,15 @@ class Group:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_processes", "options"), [(2, {TP: 2}), (2, {PP: 2}), (2, {TP: 2, PP: 2}), (4, {TP: 2, PP: 2}), (4, {TP: 4})]
+    ("num_processes", "options"),
+    [
+        (2, {TP: 2}),
+        (2, {TP: 2, "enforce_eager": False}),
+        (2, {PP: 2, "enforce_eager": False}),
+        (2, {TP: 2, PP: 2}),
+        (4, {TP: 2, PP: 2}),
+        (4, {TP: 4}),
+    ],
 )
 def test_processes_give_the_same(
     num_processes: int, options: dict[str, Any], model: Path, alone: dict[str, Any]
