@@ -12,7 +12,7 @@ from jaxpage.batch import SamplingState
 from jaxpage.layers.kv_cache import layer_cache_shape
 from jaxpage.models.registry import build_config
 from jaxpage.runner.packing import Packing
-from jaxpage.runner.step import step
+from jaxpage.runner.step import StepOptions, step
 
 HF_CONFIG = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -48,10 +48,10 @@ def test_step_lowers(platform: str, dtype: str) -> None:
         shape((9, 130), jnp.int32),
         shape((9, 16), jnp.int32),
     )  # type: ignore[arg-type]
-    function = jax.jit(
-        partial(step, config=config, packing=packing, block_size=16, num_logprobs=20, attention_implementation="auto"),
-        donate_argnums=(1, 2),
+    options = StepOptions(
+        config=config, packing=packing, block_size=16, num_logprobs=20, attention_implementation="auto"
     )
+    function = jax.jit(partial(step, options=options), donate_argnums=(1, 2))
     traced = function.trace(params, cache, state, shape((packing.size,), jnp.int32))
     lowered = traced.lower(lowering_platforms=(platform,))
     _, _, output = lowered.out_info
