@@ -92,7 +92,7 @@ def test_experts_on_devices_of_their_own(family: str, tiny_model_dir: Callable[[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "qwen2", "qwen3", "mistral", "llama"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2", "qwen3", "mistral", "llama"])
 def test_families(family: str, tiny_model_dir: Callable[[str], Path]) -> None:
     alone, *others = run(tiny_model_dir(family), [{}, {TP: 2}, {PP: 2}])
     for other in others:
