@@ -26,6 +26,7 @@ logger = logging.getLogger("jaxpage")
 CONNECT_TIMEOUT_S = 60.0
 MEETING_TIMEOUT_S = 300.0
 """How long processes wait for each other at the start: hosts of a pod do not boot at the same time."""
+PARTING_TIMEOUT_S = 5.0
 HELLO_BYTES = 32
 HEAD = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
@@ -86,6 +87,11 @@ class Line:
             raise OSError(f"a message of {size} bytes")
         return self._exactly(size)
 
+    def finish(self) -> None:
+        """Nothing more is sent; what is under way in both directions still arrives."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Both ends see the end."""
         with contextlib.suppress(OSError):  # it may be closed already
@@ -137,9 +143,12 @@ class Followers:
                     self._lines[process_id] = Line(connection)
                 else:
                     connection.close()
-        for process_id, line in self._lines.items():
-            name = f"jaxpage-host-{process_id}"
-            threading.Thread(target=self._listen, args=(process_id, line), name=name, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._listen, args=item, name=f"jaxpage-host-{item[0]}", daemon=True)
+            for item in self._lines.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def ids(self) -> list[int]:
@@ -151,8 +160,18 @@ class Followers:
             with contextlib.suppress(OSError):  # its thread sees the end too, and says so
                 line.send(data)
 
+    def part(self, last_message: bytes) -> None:
+        """Sends a last message, and closes the lines when the others have closed theirs, or after a while."""
+        self._is_closed = True
+        self.send(last_message)
+        for line in self._lines.values():
+            line.finish()
+        for thread in self._threads:
+            thread.join(PARTING_TIMEOUT_S)
+        self.close()
+
     def close(self) -> None:
-        """Tells all that it is over."""
+        """Ends all lines at once."""
         self._is_closed = True
         for line in self._lines.values():
             line.close()

@@ -89,8 +89,7 @@ class Leader:
 
     def close(self) -> None:
         """Sends the others home."""
-        self._followers.send(GOODBYE)
-        self._followers.close()
+        self._followers.part(GOODBYE)
 
     def give_up(self) -> None:
         """This process cannot go on: the others see the end of their lines, and end."""
@@ -171,6 +170,7 @@ class Follower:
             os._exit(1)
         self._answers.put(None)
         answering.join()
+        self._line.close()
 
     def give_up(self) -> None:
         """This process cannot go on: the leader sees the end of its line."""

@@ -37,7 +37,7 @@ TINY = {
         ([*LLAMA, "--max-model-len", "9000"], "--max-model-len: 9000 is above the model's limit 8192"),
         ([*LLAMA, "--sharding", "nothing"], "--sharding: must be "),
         ([*LLAMA, "--compare", "tp=8,x"], "--compare: must be such as tp=4,dp=2 or ep, or "),
-        ([*LLAMA, "--no-compile", "--json", "/nowhere/x.json"], "--json: /nowhere/x.json: No such file"),
+        ([*LLAMA, "--no-compile", "--json", "/nowhere/x.json"], "--json: no such directory: /nowhere"),
         (["--model", "mixtral-8x7b", "--target", "v6e-8", "--quantization", "int4"], "quantization int4: tensor"),
     ],
 )
