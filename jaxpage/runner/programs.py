@@ -5,7 +5,7 @@ Holds no array: ``Worker`` does, and ``jaxpage.plan`` compiles the same programs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from jaxpage.config import EngineConfig
 from jaxpage.layers.kv_cache import KVCache, kv_bytes_per_token, layer_cache_shape
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
-from jaxpage.models.weight_map import ParamSpec
 from jaxpage.parallel.pipeline import Stage, stage_model
 from jaxpage.parallel.placement import ON_ONE_DEVICE, Placement
 from jaxpage.params import MAX_STOP_TOKEN_IDS
@@ -112,18 +111,6 @@ class StagePrograms:
             stop_ids=array("stop_ids", jnp.int32, (slots, self.num_stop_ids), "slots", None),
             token_mask=array("token_mask", jnp.int32, (slots, self.num_mask_words), "slots", None),
         )
-
-    def param_shapes(self, specs: Sequence[ParamSpec]) -> Params:
-        """The parameters that ``specs`` name, all in the dtype of the activations."""
-        params: Params = {"layers": [{} for _ in self.model.layers]}
-        for spec in specs:
-            *parents, name = spec.path
-            node: Any = params
-            for parent in parents:
-                node = node[parent]
-            struct = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.config.dtype))
-            node[name] = self.placement.laid_out(struct, spec.axes, ".".join(map(str, spec.path)))
-        return params
 
     def lower(self, num_tokens: int, params: Params, num_blocks: int) -> jax.stages.Lowered:
         """The stage's part of a step for ``num_tokens`` tokens, ready to be compiled; ``params`` may be shapes.

@@ -117,6 +117,9 @@ class Worker:
     Stages run at the same time: the first one is given the next step while the last one still computes those before.
     So with S stages a step reads the tokens that were sampled S calls of the scheduler before.
 
+    Stages in different processes are worse off: what they hand over is a collective, whose small programs are compiled
+    when first used, and where a device does everything in order the tokens' way back holds up its next step.
+
     Attributes:
         plan: size of the cache. Its bytes are those of the devices that have most.
     """
