@@ -243,6 +243,7 @@ class EmbeddingOutput:
 
     Attributes:
         embedding: float32 [hidden_size], or [dimensions] if these were asked for.
+        finish_reason: "error" if its step failed; ``embedding`` is then empty.
         finished: there is but one output.
     """
 
@@ -250,6 +251,7 @@ class EmbeddingOutput:
     prompt_token_ids: list[int]
     embedding: np.ndarray
     num_cached_tokens: int = 0
+    finish_reason: str = FinishReason.STOP.value
     finished: bool = True
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ LIGHT_PROMPT_TOKENS = 1024
 class AsyncLLMEngine:
     """Generates for many concurrent callers, with one engine or several (see ``EngineGroup``).
 
-    A fault in an engine ends the requests that it was running. With several the others go on; once none is left, the
+    A fault that an engine does not recover from ends the requests that it was running. With several the others go on; once none is left, the
     whole is dead.
 
     Attributes:
@@ -134,7 +134,7 @@ class AsyncLLMEngine:
         """Raises ParameterError if the engine cannot serve this; changes nothing. Callable from any thread."""
         self.group.intake.check(prompt_token_ids, params, priority, cache_salt)
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | BeamSearchParams | None,
@@ -144,7 +144,7 @@ class AsyncLLMEngine:
         lora_request: None = None,
         trace_headers: None = None,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Yields outputs as they come; cumulative unless ``sampling_params.output_kind`` says otherwise.
 
         A beam search yields once, its beams best first. Leaving the iteration early aborts the request.
@@ -155,19 +155,12 @@ class AsyncLLMEngine:
             ParameterError: before the first output, for a bad prompt, parameter or an id in use.
             EngineDeadError: if the engine that served it has ended, or none is left.
         """
-        self.group.raise_if_dead()
         for name, value in (("lora_request", lora_request), ("trace_headers", trace_headers)):
             if value:
                 raise ParameterError(name, f"is not supported, got {shown(value)}")
-        if not isinstance(request_id, str):
-            raise ParameterError("request_id", f"must be a string, got {shown(request_id)}")
         if sampling_params is None:
             sampling_params = self.group.intake.default_sampling_params()
-        async with contextlib.aclosing(
-            self.outputs(prompt, sampling_params, request_id, cache_salt, priority)
-        ) as outputs:
-            async for output in outputs:
-                yield output
+        return self.outputs(prompt, sampling_params, request_id, cache_salt, priority)
 
     async def embed(
         self,
@@ -183,7 +176,6 @@ class AsyncLLMEngine:
         Raises:
             ArithmeticError: if the vector is not finite.
         """
-        self.group.raise_if_dead()
         async with contextlib.aclosing(
             self.outputs(prompt, pooling_params, request_id, cache_salt, priority)
         ) as outputs:
@@ -195,7 +187,14 @@ class AsyncLLMEngine:
     async def outputs(
         self, prompt: Prompt, params: Params, request_id: str, cache_salt: str | None = None, priority: int = 0
     ) -> AsyncGenerator[Any]:
-        """The outputs of one request of any kind; it is aborted if the iteration ends before they do."""
+        """The outputs of one request of any kind; it is aborted if the iteration ends before they do.
+
+        Raises:
+            ParameterError, EngineDeadError: as in ``generate``.
+        """
+        self.group.raise_if_dead()
+        if not isinstance(request_id, str):
+            raise ParameterError("request_id", f"must be a string, got {shown(request_id)}")
         arrival_s = time.monotonic()
         loop = asyncio.get_running_loop()
         salt = salt_of(prompt) if cache_salt is None else cache_salt

@@ -306,18 +306,22 @@ class Engine:
         )
 
     def _pooled(self, request: Request) -> list[EmbeddingOutput]:
-        """The vector of a pooled prompt that is computed; nothing if it was aborted."""
+        """The vector of a pooled prompt that is over; nothing if it was aborted."""
         state = self._poolings.get(request.request_id)
         if state is None or not request.is_finished:
             return []
         del self._poolings[request.request_id]
-        self._meter.over(state.life, [], FinishReason.STOP)
+        cached, has_failed = max(0, request.num_cached_tokens), request.finish_reason is FinishReason.ERROR
+        reason = FinishReason.ERROR if has_failed else FinishReason.STOP
+        self._meter.over(state.life, [], reason)
+        if has_failed:
+            nothing = np.zeros(0, np.float32)
+            return [EmbeddingOutput(request.request_id, request.prompt_token_ids, nothing, cached, reason.value)]
         assert request.pooled is not None, "a computed prompt has been pooled"
         vector = request.pooled / request.num_prompt_tokens if state.params.pooling == "mean" else request.pooled
         vector = vector[: state.params.dimensions]
         if state.params.normalize:
             vector = vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
-        cached = max(0, request.num_cached_tokens)
         return [EmbeddingOutput(request.request_id, request.prompt_token_ids, vector.astype(np.float32), cached)]
 
     def _searches_of(self, group: RequestGroup) -> list[SearchState]:

@@ -38,8 +38,8 @@ Command = Callable[[], None]
 class LocalEngine:
     """An engine in a thread of this process; a ``Replica``.
 
-    The thread owns the engine; all others talk to it through a queue of commands. A fault in a step ends the requests
-    that were running, is logged with its cause, and marks the engine dead.
+    The thread owns the engine; all others talk to it through a queue of commands. A fault that the core does not
+    recover from ends the requests that were running, is logged with its cause, and marks the engine dead.
 
     Args:
         mail: where outputs go; None: to the event loops of their streams.

@@ -252,6 +252,7 @@ class Meter:
             num_swapped_out_blocks=kv.counters.num_swapped_out_blocks,
             num_swapped_in_blocks=kv.counters.num_swapped_in_blocks,
             num_corrupted=stats.num_corrupted,
+            num_faults=self._core.num_faults,
             num_warmup_compilations=compilations.num_warmup,
             num_serving_compilations=compilations.num_serving,
         )

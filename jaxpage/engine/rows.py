@@ -26,7 +26,7 @@ ERRORS: dict[str, type[Exception]] = {
 def output_row(output: RequestOutput | EmbeddingOutput) -> Row:
     """The row of an output; see ``output_of``."""
     if isinstance(output, EmbeddingOutput):
-        return [output.embedding, output.num_cached_tokens]
+        return [output.embedding, output.num_cached_tokens, output.finish_reason]
     scores, metrics = output.prompt_logprobs, output.metrics
     return [
         [_sample_row(sample) for sample in output.outputs],
@@ -39,8 +39,8 @@ def output_row(output: RequestOutput | EmbeddingOutput) -> Row:
 
 def output_of(row: Row, request_id: str, prompt: str | None, prompt_token_ids: list[int]) -> Any:
     """The output that ``output_row`` made ``row`` of."""
-    if len(row) == 2:
-        return EmbeddingOutput(request_id, prompt_token_ids, row[0], row[1])
+    if len(row) == 3:
+        return EmbeddingOutput(request_id, prompt_token_ids, *row)
     samples, finished, num_cached_tokens, scores, metrics = row
     return RequestOutput(
         request_id,

@@ -52,6 +52,7 @@ class EngineCounts(NamedTuple):
             num_queried_tokens: those that it was asked for.
         num_swap_tokens, num_recompute_tokens: given up by preemptions; num_recomputed_tokens: computed again.
         num_corrupted: samples that ended because their logits were no numbers.
+        num_faults: steps that failed.
         num_warmup_compilations, num_serving_compilations: before and since the engine was ready.
     """
 
@@ -71,6 +72,7 @@ class EngineCounts(NamedTuple):
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_corrupted: int = 0
+    num_faults: int = 0
     num_warmup_compilations: int = 0
     num_serving_compilations: int = 0
 

@@ -35,6 +35,7 @@ COUNTERS = {
     "num_preemptions": ("num_preemptions", "Preemptions of samples."),
     "recomputed_tokens": ("num_recomputed_tokens", "Tokens prefilled again after a preemption."),
     "corrupted_requests": ("num_corrupted", "Samples that ended because their logits were not numbers."),
+    "step_faults": ("num_faults", "Steps that failed, and whose requests were computed again."),
 }
 LABELLED_COUNTERS = {
     "preempted_tokens": (

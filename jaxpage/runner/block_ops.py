@@ -82,7 +82,12 @@ class BlockMover:
                 ),
                 self._host_shape,
             )
-            self._host_blocks = [self._padding] * num_host_blocks
+            self.forget()
+
+    def forget(self) -> None:
+        """Host blocks are as at the start."""
+        if self.num_host_blocks:
+            self._host_blocks = [self._padding] * self.num_host_blocks
 
     def run(self, kv_cache: KVCache, ops: Sequence[BlockOp]) -> KVCache:
         """The cache after ``ops``, done one after the other; ``kv_cache`` is donated. Returns at once."""

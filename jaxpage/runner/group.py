@@ -134,6 +134,11 @@ class LeadingWorker(Worker):
     def confirm(self, call: int, output: StepOutput) -> None:
         self.leader.confirm(call, output)
 
+    def start_over(self) -> None:
+        reason = "a step failed here, and what several hosts hold cannot be made anew"
+        self.leader.lose(reason)
+        raise LostHostError(reason)
+
     def notify_of_loss(self, callback: Callable[[str], None]) -> None:
         self.leader.on_loss = callback
 

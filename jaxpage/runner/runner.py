@@ -113,6 +113,14 @@ class Runner:
         output.token_ids.copy_to_host_async()
         return StepInFlight(schedule, output, flags, self.worker)
 
+    def start_over(self) -> None:
+        """Forgets what the device holds, after a step that failed. Nobody may have blocks or a slot.
+
+        Raises:
+            Exception: the device is broken, or not this process's alone.
+        """
+        self.worker.start_over()
+
     def wait(self) -> None:
         """Blocks until the device has done everything that was dispatched."""
         self.worker.wait()

@@ -50,6 +50,8 @@ class StageWorker:
         self.programs, self.params = programs, params
         self.kv_cache: KVCache = []
         self.state: SamplingState | None = None
+        self._cache_shapes: KVCache = []
+        self._state_shapes: SamplingState | None = None
         self.steps: dict[int, Any] = {}
         self._mover: BlockMover | None = None
 
@@ -65,15 +67,23 @@ class StageWorker:
 
     def allocate(self, num_blocks: int, num_host: int) -> None:
         """Makes cache, host blocks and, in the last stage, the sampling state."""
-        shapes = self.programs.cache_shapes(num_blocks)
-        self._mover = BlockMover(shapes, num_host, self.programs.placement.first_device)
-        self.kv_cache = zeros(shapes)
+        self._cache_shapes = self.programs.cache_shapes(num_blocks)
+        self._mover = BlockMover(self._cache_shapes, num_host, self.programs.placement.first_device)
         if self.programs.is_last:
-            shapes = self.programs.state_shapes()
-            self.state = zeros(shapes)
-            kept = jax.tree.map(lambda shape: shape.sharding, shapes)
+            self._state_shapes = self.programs.state_shapes()
+            kept = jax.tree.map(lambda shape: shape.sharding, self._state_shapes)
             self._fill = jax.jit(fill_slot, donate_argnums=0, out_shardings=kept)
             self._set_masks = jax.jit(set_masks, donate_argnums=0, out_shardings=kept)
+        self.clear()
+
+    def clear(self) -> None:
+        """Cache, host blocks and sampling state are as at the start."""
+        assert self._mover is not None, "the cache is not allocated"
+        self.kv_cache, self.state = [], None  # there is not room for two
+        self._mover.forget()
+        self.kv_cache = zeros(self._cache_shapes)
+        if self._state_shapes is not None:
+            self.state = zeros(self._state_shapes)
 
     def move(self, command: Command) -> None:
         """Copies and swaps blocks."""
@@ -183,6 +193,17 @@ class Worker:
     def notify_of_loss(self, callback: Callable[[str], None]) -> None:
         """``callback`` is to be called when the job is over because of another host. Alone there is none."""
 
+    def start_over(self) -> None:
+        """After a step that failed: makes cache and state anew, and runs a step of padding to see whether that works.
+
+        Raises:
+            Exception: the device is broken, or not this process's alone.
+        """
+        self._sampled.clear()
+        for stage in self._here:
+            stage.clear()
+        self._run_padding()
+
     def wait(self) -> None:
         """Blocks until the devices have done everything that was started."""
         jax.block_until_ready([(stage.kv_cache, stage.state) for stage in self._here])
@@ -237,6 +258,11 @@ class Worker:
         """Runs what has not run yet, with nothing but padding: block moves, smallest step, fill of the spare slot."""
         least_of_all(0, "the first step")  # collectives of a CPU wait half a minute for each other, not longer
         self._warm_up_movers()
+        for _ in range(2):  # what the first run of a program gives may differ from what it took in how it is bound
+            self._run_padding()
+
+    def _run_padding(self) -> None:
+        """The smallest step and a fill of the spare slot: nobody's tokens."""
         spare, vocab_size = self.config.max_num_seqs, self.stages[-1].programs.model.vocab_size
         packing = self.stages[0].programs.packing(self.buckets[0])
         packed, fields = packing.allocate()
@@ -249,9 +275,8 @@ class Worker:
             np.zeros(vocab_size, np.float32),
             np.full(self.stages[-1].programs.num_stop_ids, vocab_size, np.int32),
         )
-        for _ in range(2):  # what the first run of a program gives may differ from what it took in how it is bound
-            # Every process warms up by itself: nobody is told to.
-            Worker.obey(self, Command(0, [], [fill], masks, packing.num_tokens, packed))
+        # Every process does so by itself: nobody is told to.
+        Worker.obey(self, Command(0, [], [fill], masks, packing.num_tokens, packed))
         self._sampled.clear()
         self.wait()
 
@@ -270,7 +295,7 @@ class Worker:
             return
         # Nobody insisted on swapping, so its failure is no reason not to start. It may have taken the cache along.
         for stage in self._here:
-            stage.kv_cache = []
+            stage.kv_cache, stage.state = [], None
             stage.allocate(self.plan.num_blocks, 0)
             stage.warm_up_mover()
 

@@ -48,7 +48,10 @@ class Admission:
         ``shorts_only``: no prompts with more than ``long_prefill_token_threshold`` tokens to compute.
         """
         passed: list[RequestGroup] = []
-        for group in self.roster.waiting.first(LOOKAHEAD):
+        waiting = self.roster.waiting.first(LOOKAHEAD)
+        if draft.alone is not None:
+            waiting = [draft.alone] if draft.alone.is_queued else []
+        for group in waiting:
             if draft.is_short_of_blocks or draft.budget <= 0:
                 return
             if not self.roster.free_slots and not group.slots:

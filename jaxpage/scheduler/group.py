@@ -46,6 +46,11 @@ class RequestGroup:
     num_preemptions: int = 0
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """The smaller, the sooner served."""
+        return self.priority, self.arrival
+
+    @property
     def running(self) -> list[Request]:
         """Members that hold blocks."""
         return [request for request in self.requests if request.slot >= 0]

@@ -52,7 +52,7 @@ class Preemption:
                 return False
         return True
 
-    def preempt(self, group: RequestGroup, members: list[Request]) -> None:
+    def preempt(self, group: RequestGroup, members: list[Request], *, may_swap: bool = True) -> None:
         """Takes the blocks of some running members.
 
         Only a whole group can be swapped: a part of one shares blocks with what stays, and finds them there again.
@@ -64,7 +64,7 @@ class Preemption:
         stats.num_preempted_samples += num_samples
         num_blocks = len({block for request in members for block in request.block_ids})
         is_whole = len(members) == len(group.running)
-        if is_whole and self.policy.prefers_swap(num_blocks * self.kv.block_size, num_blocks):
+        if may_swap and is_whole and self.policy.prefers_swap(num_blocks * self.kv.block_size, num_blocks):
             group.swapped = self.kv.swap_out(members)
         if group.swapped is not None:
             stats.num_swap_preemptions += len(members)
@@ -76,6 +76,16 @@ class Preemption:
                 self.kv.free(request)
                 _lose(request)
         self.roster.stop(group, members)
+
+    def lose(self, group: RequestGroup) -> None:
+        """What the device and the host hold of a group is worth nothing: it has to be computed again."""
+        if group.swapped is not None:
+            for request in list(group.swapped.tables):
+                self.kv.drop_swapped(group.swapped, request)
+                _lose(request)
+            group.swapped = None
+        if group.running:
+            self.preempt(group, group.running, may_swap=False)
 
     def make_room_by_priority(self) -> None:
         """Makes room for the head of the queue where running groups of lower priority can give enough."""
@@ -99,13 +109,17 @@ class Preemption:
                 return
             self.preempt(group, group.running)
 
-    def break_stall(self) -> None:
-        """Nothing could be scheduled and nothing is under way: the last group gives way to those before it."""
+    def break_stall(self, alone: RequestGroup | None) -> None:
+        """Nothing could be scheduled and nothing is under way: the last group gives way to those before it.
+
+        ``alone``: who alone may go on.
+        """
         roster = self.roster
         last = roster.group_of[roster.running[-1]]
         is_alone = last is roster.group_of[roster.running[0]]
         # Beams that came back without their siblings keep the room that the head of the queue waits for.
-        if not is_alone or (last.waiting and next(iter(roster.waiting)) is not last):
+        is_paused = alone is not None and alone is not last
+        if not is_alone or is_paused or (last.waiting and next(iter(roster.waiting)) is not last):
             self.preempt(last, last.running)
         elif last.search is None and len(roster.running) > 1:
             self.preempt(last, [roster.running[-1]])

@@ -6,6 +6,7 @@ import dataclasses
 
 from jaxpage.kv.block_ops import BlockOp
 from jaxpage.request import Request
+from jaxpage.scheduler.group import RequestGroup
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,12 +66,14 @@ class Draft:
     Attributes:
         budget: tokens that may still be added.
         call: as in ``Schedule``.
+        alone: who alone may be in it; None: everybody may.
         num_prefill_tokens: as in ``Schedule``.
         is_short_of_blocks: somebody had to give way or to pause, so nobody is let in.
     """
 
     budget: int
     call: int
+    alone: RequestGroup | None = None
     items: list[ScheduledRequest] = dataclasses.field(default_factory=list)
     forks: list[ScheduledRequest] = dataclasses.field(default_factory=list)
     is_short_of_blocks: bool = False

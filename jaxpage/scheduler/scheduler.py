@@ -17,6 +17,7 @@ from jaxpage.scheduler.admission import Admission
 from jaxpage.scheduler.beam import BeamSearch
 from jaxpage.scheduler.group import RequestGroup
 from jaxpage.scheduler.preemption import Preemption, PreemptionPolicy
+from jaxpage.scheduler.quarantine import Quarantine
 from jaxpage.scheduler.queue import WaitingQueue
 from jaxpage.scheduler.roster import Roster, SchedulerStats
 from jaxpage.scheduler.schedule import Draft, Schedule, ScheduledRequest
@@ -41,6 +42,9 @@ class Scheduler:
     newest token the host does not know goes on S calls after the one that samples it: that step is then through the
     pipeline, and the token can be read on the device. The chunks of a prompt need no token and follow one another.
     Requests that decode are dealt out to S steps evenly (see ``_share``).
+
+    After a step that failed on the device, what was in it is tried group by group (see ``Quarantine``); meanwhile
+    everybody else waits.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Scheduler:
             enable_chunked_prefill=enable_chunked_prefill,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
         )
+        self.quarantine = Quarantine()
 
     @property
     def stats(self) -> SchedulerStats:
@@ -116,9 +121,10 @@ class Scheduler:
         roster = self.roster
         self.kv.begin_step()
         num_preempted = roster.stats.num_preemptions
-        if self.policy == "priority":
+        alone = self.quarantine.current()
+        if self.policy == "priority" and alone is None:
             self.preemption.make_room_by_priority()
-        draft = Draft(self.max_num_batched_tokens, self.num_calls)
+        draft = Draft(self.max_num_batched_tokens, self.num_calls, alone)
         self.num_calls += 1
         prefills = self._schedule_decodes(draft)
         self._schedule_prefills(prefills, draft)
@@ -126,7 +132,7 @@ class Scheduler:
         roster.started.clear()
         is_stalled = not draft.items and not admitted and not any(each.num_pending_tokens for each in roster.running)
         if roster.running and is_stalled:
-            self.preemption.break_stall()
+            self.preemption.break_stall(alone)
         return Schedule(
             draft.items + draft.forks,
             self.max_num_batched_tokens - draft.budget,
@@ -188,8 +194,33 @@ class Scheduler:
                 advance(self.roster, group, beams)
         return accepted
 
+    def start_over(self, failed: Schedule) -> None:
+        """The device failed in a step, and what it held is lost: everybody waits, and is computed again.
+
+        No step in flight may be taken in any more. The groups in the failed step are tried one by one; one that was
+        tried already and failed alone ends with an error (see ``take_ended``, ``take_ended_searches``).
+        """
+        roster = self.roster
+        items = [item for item in failed.requests if not item.request.is_finished]
+        # Those that are tried later come first in order, so that those that passed make room for them.
+        groups = sorted({roster.group_of[item.request] for item in items}, key=lambda group: group.rank, reverse=True)
+        at_fault = groups[0] if groups == [self.quarantine.current()] else None
+        self.quarantine.admit(groups, items)
+        for request in roster.group_of:
+            request.num_pending_tokens = 0
+        for group in dict.fromkeys(roster.group_of.values()):
+            self.preemption.lose(group)
+        roster.started.clear()
+        self.kv.take_block_ops()
+        self.kv.reset_prefix_cache()
+        while at_fault is not None and at_fault.requests:
+            request = at_fault.requests[0]
+            if at_fault.search is None:
+                roster.ended.append(request)
+            self._end_with_error(request)
+
     def take_ended(self) -> list[Request]:
-        """Requests that ended for lack of room since the last call."""
+        """Requests that ended outside ``update``, for lack of room or a fault, since the last call."""
         ended, self.roster.ended = self.roster.ended, []
         return ended
 
@@ -225,22 +256,28 @@ class Scheduler:
         if group is None:  # its search has ended already
             return
         self.roster.stats.num_corrupted += 1
+        self._end_with_error(request)
+        self.kv.reset_prefix_cache()  # nobody else shall find what led there
+
+    def _end_with_error(self, request: Request) -> None:
+        """Ends a request, or the search it is in."""
+        group = self.roster.group_of[request]
         if group.search is not None:
             group.search.cut()
             for beam in group.search.ended:
                 beam.finish_reason = FinishReason.ERROR
             self.roster.ended_searches.append(group)
         self.finish(request, FinishReason.ERROR)
-        self.kv.reset_prefix_cache()  # nobody else shall find what led there
 
     def _schedule_decodes(self, draft: Draft) -> list[Request]:
         """One token for every running request that needs just one and whose turn it is; returns the others."""
         others: list[Request] = []
-        items, share, call = draft.items, self._share(draft.call), draft.call
+        running = tuple(self.roster.running if draft.alone is None else draft.alone.running)
+        items, share, call = draft.items, self._share(draft.call, len(running)), draft.call
         readable = call - self.num_stages  # the call whose tokens this step can read on the device
         kv, group_of = self.kv, self.roster.group_of
         block_size, ref_counts, names_blocks = kv.block_size, kv.pool.ref_counts, kv.enable_prefix_caching
-        for request in tuple(self.roster.running):
+        for request in running:
             if request.slot < 0:  # preempted for one before it
                 continue
             start, num_known, pending = request.num_computed_tokens, len(request.token_ids), request.num_pending_tokens
@@ -276,13 +313,13 @@ class Scheduler:
                 self._schedule_beams(group, draft)
         return [each for each in others if each.slot >= 0 and not (each.is_beam and each.num_pending_tokens)]
 
-    def _share(self, call: int) -> int:
+    def _share(self, call: int, num_running: int) -> int:
         """How many of the requests that decode a step may take.
 
         The steps of any S consecutive calls take all of them, as evenly as can be, so nobody waits for longer than
         that. Where one step has too many (they came together, or others ended), the last in order move on to the next.
         """
-        return max(1, (len(self.roster.running) + self.num_stages - 1 - call % self.num_stages) // self.num_stages)
+        return max(1, (num_running + self.num_stages - 1 - call % self.num_stages) // self.num_stages)
 
     def _schedule_beams(self, group: RequestGroup, draft: Draft) -> None:
         """Beams move on together: all or none of them are in a step."""

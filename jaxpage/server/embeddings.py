@@ -18,7 +18,8 @@ from starlette.routing import Route
 from jaxpage.checks import check_bool, check_cache_salt, check_int
 from jaxpage.errors import ParameterError, shown
 from jaxpage.params import PoolingParams, TokensPrompt
-from jaxpage.request import EmbeddingOutput
+from jaxpage.request import EmbeddingOutput, FinishReason
+from jaxpage.server.errors import GenerationError
 from jaxpage.server.fields import Body, Limits, check_str, field
 from jaxpage.server.prompt_fields import PromptOptions, Prompts, check_prompts, check_truncation
 from jaxpage.server.state import ApiServer
@@ -96,7 +97,11 @@ def _checked_prompts(server: ApiServer, wanted: EmbeddingRequest) -> list[list[i
 
 
 async def _embed_all(engine: Any, prompts: list[list[int]], wanted: EmbeddingRequest) -> list[EmbeddingOutput]:
-    """The vectors in the order of ``prompts``; the first error ends all."""
+    """The vectors in the order of ``prompts``; the first error ends all.
+
+    Raises:
+        GenerationError: if the engine has no vector for one of them.
+    """
     tasks = [
         asyncio.ensure_future(
             engine.embed(
@@ -110,7 +115,10 @@ async def _embed_all(engine: Any, prompts: list[list[int]], wanted: EmbeddingReq
         for token_ids in prompts
     ]
     try:
-        return await asyncio.gather(*tasks)
+        outputs = await asyncio.gather(*tasks)
+        if any(output.finish_reason == FinishReason.ERROR for output in outputs):
+            raise GenerationError("no embedding was computed (error)")
+        return outputs
     finally:
         for task in tasks:
             task.cancel()

@@ -220,44 +220,6 @@ def test_errors_come_before_the_first_output(
     asyncio.run(go())
 
 
-def test_a_fault_ends_all_streams_with_the_reason(
-    random_model: Callable[..., RandomModel], random_ids: Draw, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from jaxpage.engine.front import Engine
-
-    args = AsyncEngineArgs(
-        model=str(random_model().directory), max_model_len=128, max_num_seqs=8, max_num_batched_tokens=16,
-        block_size=4, num_gpu_blocks_override=128, enforce_eager=True,
-    )  # fmt: skip
-    engine = AsyncLLMEngine(Engine(args))
-    dispatch = engine.group.engines[0].engine.core.runner.dispatch
-    calls = iter(range(1000))
-
-    def fail_at_the_sixth(*step: Any) -> Any:
-        if next(calls) == 5:
-            raise RuntimeError("the device is on fire")
-        return dispatch(*step)
-
-    monkeypatch.setattr(engine.group.engines[0].engine.core.runner, "dispatch", fail_at_the_sixth)
-
-    async def go() -> None:
-        streams = [
-            asyncio.create_task(collect(engine, random_ids(4), params(max_tokens=50), str(index)))
-            for index in range(12)
-        ]
-        for result in await asyncio.gather(*streams, return_exceptions=True):
-            assert isinstance(result, EngineDeadError)
-            assert "the device is on fire" in str(result)
-        with pytest.raises(EngineDeadError, match="the device is on fire"):
-            await collect(engine, random_ids(4), params(), "late")
-        with pytest.raises(EngineDeadError):
-            await engine.check_health()
-
-    asyncio.run(go())
-    assert engine.is_dead and engine.errored and not engine.is_running
-    engine.shutdown()
-
-
 def test_shutdown_lets_requests_finish_if_asked(llm: LLM, random_ids: Draw) -> None:
     engine = AsyncLLMEngine(llm.engine)
 

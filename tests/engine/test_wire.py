@@ -77,8 +77,10 @@ def test_outputs_arrive_as_they_were(made: RequestOutput) -> None:
 
 def test_vectors_arrive_as_they_were() -> None:
     vector = np.linspace(0, 1, 5, dtype=np.float32)
-    arrived = output_of(decode(encode(output_row(EmbeddingOutput("r", [1], vector, 3)))), "r", None, [1])
+    made = EmbeddingOutput("r", [1], vector, 3, "error")
+    arrived = output_of(decode(encode(output_row(made))), "r", None, [1])
     assert np.array_equal(arrived.embedding, vector) and arrived.num_cached_tokens == 3 and arrived.finished
+    assert arrived.finish_reason == "error"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ GAUGES = {
 COUNTERS = {
     "prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached", "generation_tokens", "prefix_cache_queries",
     "prefix_cache_hits", "num_preemptions", "preempted_tokens", "recomputed_tokens", "swap_blocks", "request_success",
-    "admission_rejections", "corrupted_requests", "compilations",
+    "admission_rejections", "corrupted_requests", "step_faults", "compilations",
 }  # fmt: skip
 LATENCIES = "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0"
 FIRST = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 640.0 2560.0"

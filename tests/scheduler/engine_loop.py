@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from fake_device import FakeDevice
@@ -13,7 +13,7 @@ from jaxpage.request import FinishReason, Request
 from jaxpage.scheduler.beam import BeamSearch
 from jaxpage.scheduler.group import RequestGroup
 from jaxpage.scheduler.preemption import PreemptionPolicy
-from jaxpage.scheduler.schedule import Schedule
+from jaxpage.scheduler.schedule import Schedule, ScheduledRequest
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.scheduler.search import Candidates
 
@@ -25,6 +25,9 @@ class Loop:
         books_every: steps from one check of the books to the next; it looks at every request there is.
         history: (request id, tokens, samples) of each row of each step that computed something.
         ended: requests in the order of their ends, aborted ones left out.
+        poison: by request, a position at which every step fails that computes it.
+        fails_next: the next step fails, whoever is in it.
+        num_faults: by group, the failed steps that it was in.
     """
 
     def __init__(self, scheduler: Scheduler, books_every: int = 1) -> None:
@@ -35,9 +38,14 @@ class Loop:
         self.device = FakeDevice(scheduler.kv.pool.num_blocks, scheduler.kv.block_size, scheduler.num_stages)
         self.checks = Checks(scheduler, self.device)
         self.in_flight: deque[tuple[Schedule, list[int], dict[int, Candidates]]] = deque()
+        self.poison: dict[Request, int] = {}
+        self.fails_next = False
+        self.num_faults: Counter[RequestGroup] = Counter()
+        self._failed: list[Schedule] = []
         self.history: list[list[tuple[str, int, bool]]] = []
         self.ended: list[Request] = []
         self.samples: list[Request] = []
+        self.groups: dict[Request, RequestGroup] = {}
         self.searches: list[tuple[Request, RequestGroup]] = []
         self.aborted: list[RequestGroup] = []
 
@@ -47,7 +55,9 @@ class Loop:
 
     def add(self, *requests: Request, priority: int = 0) -> RequestGroup:
         self.samples += requests
-        return self.scheduler.add(*requests, priority=priority)
+        group = self.scheduler.add(*requests, priority=priority)
+        self.groups |= dict.fromkeys(requests, group)
+        return group
 
     def add_search(self, request: Request, search: BeamSearch, priority: int = 0) -> RequestGroup:
         group = self.scheduler.add(request, priority=priority, search=search)
@@ -72,12 +82,14 @@ class Loop:
         assert has_moved or self.in_flight or not scheduler.has_requests, "nothing happens though requests wait"
         if schedule.requests:
             self.in_flight.append((schedule, *results))
+            if self.fails_next or any(self._is_poisoned(item) for item in schedule.requests):
+                self.fails_next = False
+                self._failed.append(schedule)
             self.history.append(
                 [(item.request.request_id, item.num_tokens, item.samples) for item in schedule.requests]
             )
         while len(self.in_flight) > lag or self._is_due(schedule.call):
-            accepted = scheduler.update(*self.in_flight.popleft())
-            self.ended += [request for request in accepted if request.is_finished]
+            self._take_in_oldest()
         self.ended += [request for request, group in self.searches if group in scheduler.roster.ended_searches]
         scheduler.roster.ended_searches.clear()
         self.num_steps += 1
@@ -85,6 +97,30 @@ class Loop:
             self.checks.books()
         self.checks.content()
         return schedule
+
+    def _take_in_oldest(self) -> None:
+        schedule, tokens, candidates = self.in_flight.popleft()
+        if schedule not in self._failed:
+            accepted = self.scheduler.update(schedule, tokens, candidates)
+            self.ended += [request for request in accepted if request.is_finished]
+            return
+        groups = {self.scheduler.group_of(item.request) for item in schedule.requests}
+        self.num_faults.update(group for group in groups if group is not None)
+        self.in_flight.clear()
+        self._failed.clear()
+        self.scheduler.start_over(schedule)
+        self.device.forget()
+        self.ended += self.scheduler.take_ended()
+        assert not self.scheduler.running and self.scheduler.kv.pool.num_used == 0
+
+    def _is_poisoned(self, item: ScheduledRequest) -> bool:
+        return item.start <= self.poison.get(item.request, -1) < item.start + item.num_tokens
+
+    def _has_failed(self, group: RequestGroup) -> bool:
+        """A search that ended with an error, and had two faults."""
+        assert group.search is not None
+        reasons = {beam.finish_reason for beam in group.search.ended}
+        return reasons == {FinishReason.ERROR} and self.num_faults[group] >= 2
 
     def _is_due(self, call: int) -> bool:
         return bool(self.in_flight) and self.in_flight[0][0].call <= call - self.scheduler.num_stages
@@ -119,12 +155,14 @@ class Loop:
         for request in self.samples:
             tokens, reason = undisturbed(request, self.scheduler.roster.max_model_len, num_slots)
             output = request.token_ids[request.num_prompt_tokens :]
-            if request.finish_reason is FinishReason.ABORT:
+            if request.finish_reason is FinishReason.ERROR:
+                assert self.num_faults[self.groups[request]] >= 2, f"{request.request_id}: an error without two faults"
+            if request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                 assert output == tokens[: len(output)], request.request_id
             else:
                 assert (output, request.finish_reason) == (tokens, reason), request.request_id
         for request, group in self.searches:
-            if group not in self.aborted:
+            if group not in self.aborted and not self._has_failed(group):
                 self._verify_search(request, group)
         assert kv.pool.num_free == kv.pool.num_usable
         assert kv.num_free_host_blocks == kv.num_host_blocks

@@ -36,6 +36,13 @@ class FakeDevice:
         self.owner: dict[int, Request] = {}
         self.last_token: dict[int, tuple[int, int]] = {}
 
+    def forget(self) -> None:
+        """As after a fault: nothing is there any more."""
+        self.blocks = [[EMPTY] * self.block_size for _ in self.blocks]
+        self.host.clear()
+        self.owner.clear()
+        self.last_token.clear()
+
     def run(self, schedule: Schedule) -> tuple[list[int], dict[int, Candidates]]:
         """The sampled tokens, and the candidates of the rows that are beams."""
         self.move(schedule.block_ops)

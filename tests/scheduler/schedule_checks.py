@@ -63,6 +63,10 @@ class Checks:
             assert all(item.samples or item.request.is_beam for item in items), "a prompt was cut"
         paused = [each for each in self._decodes if each.slot >= 0 and each not in requests and not each.is_finished]
         paused = [each for each in paused if self._valid[each][0] == each.num_preemptions]
+        alone = scheduler.quarantine.current()
+        if alone is not None:
+            assert {scheduler.group_of(each) for each in requests} <= {alone}, "somebody runs beside a suspect"
+            paused = [each for each in paused if scheduler.group_of(each) is alone]
         # What is their share at least: some may have been preempted after it was counted.
         share = max(1, sum(each.slot >= 0 for each in self._valid) // scheduler.num_stages)
         has_room = scheduler.kv.pool.num_free > 0 and len(set(requests) & set(self._decodes)) < share

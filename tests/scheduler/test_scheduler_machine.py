@@ -64,8 +64,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, None, "a"]),
         scored=st.sampled_from([None, None, None, 1]),
         priority=st.integers(-1, 1),
+        poison=st.sampled_from([None, None, None, None, 0, 2, 5, 9]),
     )
-    def add(self, pieces, n, max_tokens, end_ids, min_tokens, salt, scored, priority) -> None:
+    def add(self, pieces, n, max_tokens, end_ids, min_tokens, salt, scored, priority, poison) -> None:
         requests = make_samples(
             f"{self.num_added}.",
             self.prompt(pieces),
@@ -77,6 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=scored,
         )
         self.loop.add(*requests, priority=self.priority(priority))
+        if poison is not None:
+            self.loop.poison[requests[-1]] = poison
         self.num_added += 1
 
     @rule(
@@ -116,6 +119,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if alone and group.search is None:
             members = [members[data.draw(st.integers(0, len(members) - 1), "member")]]
         self.loop.preempt(*members, mode=mode)
+
+    @rule()
+    def fail(self) -> None:
+        self.loop.fails_next = True
 
     @rule()
     def reset_prefix_cache(self) -> None:
