@@ -34,8 +34,8 @@ LIGHT_PROMPT_TOKENS = 1024
 class AsyncLLMEngine:
     """Generates for many concurrent callers, with one engine or several (see ``EngineGroup``).
 
-    A fault that an engine does not recover from ends the requests that it was running. With several the others go on; once none is left, the
-    whole is dead.
+    A fault that an engine does not recover from ends the requests that it was running. With several the others go on;
+    once none is left, the whole is dead.
 
     Attributes:
         group: the engines.

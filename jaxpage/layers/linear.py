@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxpage.parallel.ring import product_of_all, share_of_sum
 from jaxpage.parallel.sharding import Layout, on_local_parts, summed
 from pallas_kernels import QuantizedWeight, quantized_matmul
 
@@ -26,6 +27,7 @@ def linear(
     *,
     axes: Axes = (),
     layout: Layout | None = None,
+    is_between_blocks: bool = False,
 ) -> Float[Array, "T ..."]:
     """``x @ weight.T + bias`` with all leading dimensions of the weight as output dimensions.
 
@@ -33,8 +35,11 @@ def linear(
 
     Args:
         axes: logical axes of the weight, for a layout.
+        is_between_blocks: ``x`` or the result are hidden states between blocks, whose tokens may be passed on.
     """
-    if isinstance(weight, QuantizedWeight):
+    if is_between_blocks and layout is not None and any(layout.passes_tokens(axis, len(x)) for axis in axes):
+        y = _in_a_ring(x, weight, axes, layout)
+    elif isinstance(weight, QuantizedWeight):
         y = _quantized(x, weight, axes, layout)
     else:
         # Devices that have parts of the sums exchange them as activations are, in bfloat16 half as many bytes.
@@ -55,6 +60,25 @@ def quantized_axes(axes: Axes, kind: str) -> Any:
     # Scales of int4 are of groups of columns, which devices split as they do the columns.
     scales = (columns, *rows) if kind == "int4" else tuple(rows)
     return QuantizedWeight(axes, scales)  # pyright: ignore[reportArgumentType]
+
+
+def _in_a_ring(x: Float[Array, "T D"], weight: Weight, axes: Axes, layout: Layout) -> Array:
+    *rows, columns = axes
+    has_parts_of_sums = layout.passes_tokens(columns, len(x))
+    [mesh_axis] = layout.table.mesh_axes("tokens")
+
+    def product(weight: Any, part: Array) -> Array:
+        if isinstance(weight, QuantizedWeight):
+            return quantized_matmul(part, weight.as_matrix()).reshape(part.shape[0], *weight.shape[:-1])
+        on_the_right = partial(_weight_on_the_right, result=jnp.float32)
+        return lax.platform_dependent(part, weight, cpu=_weight_on_the_left, default=on_the_right)
+
+    def passed_on(x: Array, weight: Any) -> Array:
+        return (share_of_sum if has_parts_of_sums else product_of_all)(partial(product, weight), x, mesh_axis)
+
+    tokens_in, tokens_out = (None, "tokens") if has_parts_of_sums else ("tokens", None)
+    in_axes = ((tokens_in, columns), weight_axes(weight, axes))
+    return on_local_parts(layout, passed_on, in_axes, (tokens_out, *rows), x, weight)
 
 
 def _quantized(x: Float[Array, "T D"], weight: QuantizedWeight, axes: Axes, layout: Layout | None) -> Array:

@@ -31,6 +31,6 @@ def gated_mlp(
 
     Weights are [2, F, D] and [D, F].
     """
-    both = linear(x, gate_up, gate_up_bias, axes=(None, "ffn", "hidden"), layout=layout)
+    both = linear(x, gate_up, gate_up_bias, axes=(None, "ffn", "hidden"), layout=layout, is_between_blocks=True)
     inner = ACTIVATIONS[activation](both[:, 0]) * both[:, 1]
-    return linear(inner, down, down_bias, axes=("hidden", "ffn"), layout=layout)
+    return linear(inner, down, down_bias, axes=("hidden", "ffn"), layout=layout, is_between_blocks=True)

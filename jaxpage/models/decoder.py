@@ -110,18 +110,24 @@ def _layer(
     attention_implementation: str,
     layout: Layout | None,
 ) -> tuple[LayerCache, Float[Array, "T D"]]:
+    def before(block: str, axis: str | None) -> Float[Array, "T D"]:
+        """What a block reads, whose first weight is split by ``axis``: all tokens, unless it passes them on itself."""
+        passes_on = layout is not None and layout.passes_tokens(axis, len(x))
+        normed = rms_norm(x, params[f"{block}_norm"], config.norm_eps)
+        return constrain(layout, normed, BETWEEN_BLOCKS if passes_on else IN_BLOCKS)
+
     def after(block: str, update: Float[Array, "T D"]) -> Float[Array, "T D"]:
         update = constrain(layout, update, BETWEEN_BLOCKS)
         return x + (rms_norm(update, params[f"post_{block}_norm"], config.norm_eps) if spec.post_norms else update)
 
     with jax.named_scope("attention"):
-        normed = constrain(layout, rms_norm(x, params["attention_norm"], config.norm_eps), IN_BLOCKS)
+        normed = before("attention", "kv_heads")
         kv_cache, update = _attention(
             params, kv_cache, normed, inputs, rope, config, spec, attention_implementation, layout
         )
         x = after("attention", update)
     with jax.named_scope("mlp"):
-        normed = constrain(layout, rms_norm(x, params["mlp_norm"], config.norm_eps), IN_BLOCKS)
+        normed = before("mlp", "ffn" if spec.experts is None else None)
         x = after("mlp", _mlp(params, normed, inputs, spec, layout))
     return kv_cache, x
 
@@ -140,7 +146,7 @@ def _attention(
     num_tokens = len(normed)
     qkv_axes = ("kv_heads", None, None, "hidden")
     # [T, K, G + 2, H]
-    qkv = linear(normed, params["qkv"], params.get("qkv_bias"), axes=qkv_axes, layout=layout)
+    qkv = linear(normed, params["qkv"], params.get("qkv_bias"), axes=qkv_axes, layout=layout, is_between_blocks=True)
     qk, v = qkv[:, :, :-1], qkv[:, :, -1]
     if spec.qk_norm:
         group = config.num_heads // config.num_kv_heads
@@ -158,7 +164,11 @@ def _attention(
         implementation=implementation,
     )
     heads = attended.reshape(num_tokens, -1)
-    return kv_cache, linear(heads, params["output"], params.get("output_bias"), axes=("hidden", "heads"), layout=layout)
+    update = linear(
+        heads, params["output"], params.get("output_bias"), axes=("hidden", "heads"), layout=layout,
+        is_between_blocks=True,
+    )  # fmt: skip
+    return kv_cache, update
 
 
 def _mlp(

@@ -5,10 +5,11 @@ Must not know what the arrays mean; they name their logical axes themselves.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -27,6 +28,7 @@ __all__ = [
     "kv_repeats",
     "load_table",
     "local_index",
+    "naming_what_was_given",
     "on_local_parts",
     "summed",
 ]
@@ -50,6 +52,12 @@ class Layout:
     def ways(self, axis: str) -> int:
         """Into how many parts a logical axis is split."""
         return math.prod(self.mesh.shape[name] for name in self.table.mesh_axes(axis))
+
+    def passes_tokens(self, axis: str | None, num_tokens: int) -> bool:
+        """Whether devices pass tokens on in products with a weight that is split by ``axis`` (see ``ring``)."""
+        if axis is None or not self.table.overlap or self.table.mesh_axes(axis) != self.table.mesh_axes("tokens"):
+            return False
+        return self.ways("tokens") > 1 and num_tokens % self.ways("tokens") == 0
 
     def laid_out(
         self, struct: jax.ShapeDtypeStruct, axes: Sequence[str | None], path: str = ""
@@ -201,6 +209,17 @@ def choose_layout(args: _Options, model: _Model, devices: Sequence[Any]) -> Layo
         )
     logger.info("%s %d devices: each computes the whole attention; MLP and vocabulary are split", numbers, tensor_size)
     return dataclasses.replace(layout, table=table.whole("heads", "kv_heads"))
+
+
+@contextlib.contextmanager
+def naming_what_was_given(args: _Options) -> Iterator[None]:
+    """Errors of a table that nobody has asked for are about the number of devices, which somebody has."""
+    try:
+        yield
+    except ParameterError as error:
+        if error.parameter != "sharding" or args.sharding is not None:
+            raise
+        raise ParameterError("tensor_parallel_size", error.reason) from None
 
 
 def kv_repeats(layout: Layout | None, model: _Model) -> int:

@@ -3,7 +3,8 @@
 Must not know the devices, nor any array beyond the names of its axes.
 
 A file has a ``name``, ``axes`` (logical axis: mesh axis, list of mesh axes, or null for none) and, if the table is for
-one size of mesh only, ``mesh`` (mesh axis: size). Files in ``configs/sharding`` are presets, known by their names.
+one size of mesh only, ``mesh`` (mesh axis: size). ``overlap: true`` hides exchanges of tokens behind products (see
+``ring``). Files in ``configs/sharding`` are presets, known by their names.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ class ShardingTable:
     Attributes:
         rules: logical axis and mesh axes, the slowest first.
         sizes: sizes of mesh axes that are part of the table, if any.
+        overlap: products with weights that are split over the mesh axis of the tokens pass these on, share by share.
     """
 
     name: str
     rules: tuple[tuple[str, tuple[str, ...]], ...]
     sizes: tuple[tuple[str, int], ...] = ()
+    overlap: bool = False
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """The mesh axes of one logical axis.
@@ -127,7 +130,7 @@ def parse_table(content: Any) -> ShardingTable:
     """
     if not isinstance(content, dict) or not isinstance(content.get("axes"), dict):
         raise ParameterError("sharding", "must hold name and axes, for example axes: {heads: model}")
-    _check_names("key", content, ("name", "mesh", "axes"))
+    _check_names("key", content, ("name", "mesh", "overlap", "axes"))
     name = content.get("name")
     if not isinstance(name, str) or not name.strip():
         raise ParameterError("sharding", f"name must be a word, got {shown(name)}")
@@ -147,7 +150,12 @@ def parse_table(content: Any) -> ShardingTable:
     for axis, size in sizes.items():
         if type(size) is not int or size < 1:
             raise ParameterError("sharding", f"mesh: {axis} must be a number of devices, got {shown(size)}")
-    return ShardingTable(name, tuple(rules.items()), tuple(sizes.items()))
+    overlap = content.get("overlap", False)
+    if type(overlap) is not bool:
+        raise ParameterError("sharding", f"overlap must be true or false, got {shown(overlap)}")
+    if overlap and len(rules.get("tokens", ())) != 1:
+        raise ParameterError("sharding", "overlap needs tokens to be split over one mesh axis, such as tokens: model")
+    return ShardingTable(name, tuple(rules.items()), tuple(sizes.items()), overlap)
 
 
 def _mesh_axes(axis: str, value: Any) -> tuple[str, ...]:

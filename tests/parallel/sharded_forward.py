@@ -82,6 +82,15 @@ CASES = {
     "sequence_sharded": case("qwen3", 8, MANY_HEADS | {"num_hidden_layers": 2}, sharding="sequence_sharded"),
     "sequence_sharded, post norms": case("gemma3_text", 2, sharding="sequence_sharded"),
     "sequence_sharded, one token": case("llama", 2, sharding="sequence_sharded", stored={"num_tokens": 1}),
+    "collective_matmul": case("qwen3", 8, MANY_HEADS | {"num_hidden_layers": 2}, sharding="collective_matmul"),
+    "collective_matmul, post norms": case("gemma3_text", 2, sharding="collective_matmul"),
+    "collective_matmul, biases": case("llama_bias_headdim", 2, sharding="collective_matmul"),
+    "collective_matmul, one token": case("llama", 2, sharding="collective_matmul", stored={"num_tokens": 1}),
+    **{
+        f"collective_matmul, {kind}": case("llama", 2, sharding="collective_matmul", stored={"quantized": kind})
+        for kind in ("int8", "int4")
+    },
+    "collective_matmul, experts": case("mixtral", 2, sharding="collective_matmul"),
     "replicated_kv": case("llama", 4, sharding="replicated_kv"),
     "experts by features": case("mixtral", 4),
     "mixtral EP 4": case("mixtral", 4, enable_expert_parallel=True),

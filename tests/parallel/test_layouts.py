@@ -36,6 +36,16 @@ SUMS = {
     "sequence_sharded": 2,
     "sequence_sharded, post norms": 2,
     "sequence_sharded, one token": 2,
+    # Tokens and sums are passed on, each time as often as there are neighbours.
+    **dict.fromkeys(
+        (
+            "collective_matmul",
+            *(f"collective_matmul, {what}" for what in ("post norms", "biases", "int8", "int4")),
+        ),
+        0,
+    ),
+    "collective_matmul, one token": 2,
+    "collective_matmul, experts": 1,
     "replicated_kv": 1,
     "experts by features": 2,
     "mixtral EP 4": 2,
@@ -44,9 +54,13 @@ SUMS = {
     "qwen3_moe EP 8, int8": 1,
 }
 """All-reduces of each layer, for each case of the program."""
-GATHERS = {"sequence_sharded": 2, "sequence_sharded, post norms": 2}
-"""All-gathers of each layer, where there are any. No layer exchanges anything else."""
-OUTSIDE = {"megatron 1": 0, **{case: 3 for case in SUMS if case.startswith(("two_dim", "sequence_sharded"))}}
+GATHERS = {"sequence_sharded": 2, "sequence_sharded, post norms": 2, "collective_matmul, experts": 1}
+"""All-gathers of each layer, where there are any."""
+HOPS = {case: 4 for case in SUMS if case.startswith("collective_matmul,")}
+HOPS |= {"collective_matmul": 4 * 7, "collective_matmul, one token": 0, "collective_matmul, experts": 2}
+"""Collective permutes of each layer, where there are any. No layer exchanges anything else."""
+SPLIT_TOKENS = ("two_dim", "sequence_sharded", "collective_matmul")
+OUTSIDE = {"megatron 1": 0, **{case: 3 for case in SUMS if case.startswith(SPLIT_TOKENS)}}
 """The most exchanges outside layers; without an entry there is one, for the embedding."""
 LOCAL_KV_HEADS = {"megatron 1": 8, "megatron 2": 4, "megatron 4": 2, "two_dimensional": 2, "int8 KV": 2}
 LOCAL_KV_HEADS |= {"smollm2 2": 3, "smollm2 8": 3, "replicated_kv": 2, "qwen3_moe EP 8, int8": 2}
@@ -74,7 +88,7 @@ def test_a_layout_gives_the_numbers_of_one_device(case: str, found: dict[str, di
 
 @pytest.mark.parametrize("case", SUMS)
 def test_a_layer_exchanges_what_its_layout_needs(case: str, found: dict[str, dict[str, Any]]) -> None:
-    expected = {"all-reduce": SUMS[case], "all-gather": GATHERS.get(case, 0)}
+    expected = {"all-reduce": SUMS[case], "all-gather": GATHERS.get(case, 0), "collective-permute": HOPS.get(case, 0)}
     for layer in found[case]["layers"]:
         assert layer == {name: count for name, count in expected.items() if count}
     assert sum(found[case]["others"].values()) <= OUTSIDE.get(case, 1)

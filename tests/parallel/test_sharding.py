@@ -16,7 +16,7 @@ from jaxpage.parallel.mesh import MESH_AXES, make_mesh, submesh
 from jaxpage.parallel.sharding import Layout, constrain, load_table, on_local_parts
 from jaxpage.parallel.table import parse_table, presets
 
-PRESETS = ["expert_parallel", "megatron", "replicated_kv", "sequence_sharded", "two_dimensional"]
+PRESETS = ["collective_matmul", "expert_parallel", "megatron", "replicated_kv", "sequence_sharded", "two_dimensional"]
 
 
 def layout(name: str, **sizes: int) -> Layout:
@@ -117,7 +117,7 @@ def test_one_device_is_a_plain_call() -> None:
 WRONG = {
     "[]": "must hold name and axes",
     "name: x": "must hold name and axes",
-    "{name: x, axes: {}, rules: {}}": "key must be one of name, mesh, axes, got 'rules'",
+    "{name: x, axes: {}, rules: {}}": "key must be one of name, mesh, overlap, axes, got 'rules'",
     "{axes: {}}": "name must be a word, got None",
     "{name: x, axes: {kv_head: model}}": r"logical axis must be one of vocab, .*got 'kv_head'; did you mean kv_heads\?",
     "{name: x, axes: {ffn: modle}}": r"ffn: mesh axis must be one of model, expert, got 'modle'; did you mean model\?",
@@ -130,6 +130,8 @@ WRONG = {
     "{name: x, axes: {}, mesh: 4}": "mesh must be sizes of mesh axes, got 4",
     "{name: x, axes: {}, mesh: {stage: 2}}": "mesh axis must be one of model, expert, got 'stage'",
     "{name: x, axes: {}, mesh: {model: 0}}": "mesh: model must be a number of devices, got 0",
+    "{name: x, overlap: 1, axes: {tokens: model}}": "overlap must be true or false, got 1",
+    "{name: x, overlap: true, axes: {ffn: model}}": "overlap needs tokens to be split over one mesh axis",
     "{name: x, axes: {ffn: model, ffn: null}}": "ffn: is given twice",
     "{name: x, axes: [": "is not YAML",
 }
@@ -150,7 +152,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     table = load_table(str(file))
     assert table.sizes == (("model", 2),)
     assert table.spec(("heads", "ffn", "tokens")) == PartitionSpec("model", None, None)
-    with pytest.raises(ParameterError, match=r"must be expert_parallel, .* or a YAML file, got 'nobody'"):
+    with pytest.raises(ParameterError, match=r"must be collective_matmul, .* or a YAML file, got 'nobody'"):
         load_table("nobody")
 
 
