@@ -108,7 +108,9 @@ class EngineArgs:
     coordinator: str | None = _option(
         None, "HOST:PORT where process 0 is reached, if an engine spans several; default: as TPU pod, SLURM or MPI say"
     )
-    num_processes: int | None = _option(None, "processes of the engine, one a host")
+    num_processes: int | None = _option(
+        None, "processes of the engine, one a host; 1 is alone, whatever SLURM or MPI have started"
+    )
     process_id: int | None = _option(None, "which of them this is; 0 serves, the others obey")
     attention_implementation: str = _option("auto", "attention code to run", ATTENTION_IMPLEMENTATIONS)
     generation_config: str = _option(
@@ -179,13 +181,16 @@ class EngineArgs:
                 self._check_num_processes(self.num_processes)
             return
         missing = [name for name in names if getattr(self, name) is None]
-        if len(missing) == len(names):
+        is_alone = missing == ["coordinator", "process_id"] and self._check_num_processes(self.num_processes) == 1
+        if len(missing) == len(names) or is_alone:
             return
         if missing:
             raise ParameterError(missing[0], f"must be given too: {', '.join(names)} belong together")
         host, _, port = str(self.coordinator).rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ParameterError("coordinator", f"must be HOST:PORT, got {shown(self.coordinator)}")
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise ParameterError("coordinator", f"must have an IPv6 address in brackets, got {shown(self.coordinator)}")
         num_processes = self._check_num_processes(self.num_processes)
         self.process_id = check_int("process_id", self.process_id, 0, num_processes - 1)
 

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpage.config import AsyncEngineArgs
+from jaxpage.config import AsyncEngineArgs, EngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
 from jaxpage.console import fail, show_log
 from jaxpage.errors import ParameterError, StartupError
-from jaxpage.parallel.cluster import has_several_processes
+from jaxpage.parallel.cluster import joins_others
 from jaxpage.server import cli
 from jaxpage.server.listener import UnixSocket, bind, check_tls
 from jaxpage.server.options import ServerOptions
@@ -58,16 +58,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.serve
         return fail(error, options)
     show_log(options.log_level, options.log_format, options.uvicorn_log_level)
     logging.getLogger("jaxpage.access").disabled = options.disable_uvicorn_access_log
-    if engine_args.data_parallel_backend != "ray" and (engine_args.coordinator is not None or has_several_processes()):
-        # Imported late, so that --help and wrong options need no jax.
-        from jaxpage.engine.build import follow_leader, join_hosts
-
-        try:
-            if not join_hosts(engine_args):
-                follow_leader(engine_args)
-                return 0
-        except (ValueError, OSError, StartupError) as error:
-            return fail(error, options)
+    try:
+        # Ray starts the processes of its engines itself.
+        is_one_of_several = engine_args.data_parallel_backend != "ray" and joins_others(engine_args)
+        if is_one_of_several and not _leads(engine_args):
+            return 0
+    except (ValueError, OSError, StartupError) as error:
+        return fail(error, options)
     with contextlib.ExitStack() as resources:
         # Files and port first: whoever loads a model for a minute should not learn then that the port is taken.
         try:
@@ -89,6 +86,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.serve
         finally:
             engine.shutdown()
     return 0
+
+
+def _leads(args: EngineArgs) -> bool:
+    """True in the first process of an engine; in any other, False once that engine has ended."""
+    # Imported late, so that --help and wrong options need no jax.
+    from jaxpage.engine.build import follow_leader, join_hosts
+
+    if join_hosts(args):
+        return True
+    follow_leader(args)
+    return False
 
 
 def serve(engine: Any, listener: socket.socket, options: argparse.Namespace) -> None:

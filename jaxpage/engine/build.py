@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ import rich.progress
 from jaxpage.batch import Device
 from jaxpage.config import EngineArgs, EngineConfig, resolve
 from jaxpage.engine.core import EngineCore
+from jaxpage.engine.preemption_cost import preemption_policy
 from jaxpage.engine.tokenizer_source import open_tokenizer_source
 from jaxpage.errors import ParameterError, StartupError
 from jaxpage.kv.manager import KVCacheManager
@@ -24,22 +26,22 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
 from jaxpage.models.registry import build_config
 from jaxpage.models.weight_map import ParamSpec, repeat_kv_heads
+from jaxpage.parallel.cluster import joins_others
 from jaxpage.parallel.hosts import agree_on, join
 from jaxpage.parallel.pipeline import Stage, split_layers, stage_specs
 from jaxpage.parallel.placement import Placement
-from jaxpage.parallel.sharding import choose_layout, kv_repeats
+from jaxpage.parallel.sharding import choose_layout, kv_repeats, naming_what_was_given
+from jaxpage.runner.gpu_pool import ask_for_pool, tell_of_pool
 from jaxpage.runner.group import Follower, Leader, LeadingWorker
 from jaxpage.runner.memory import gib
 from jaxpage.runner.programs import StagePrograms
 from jaxpage.runner.runner import Runner
 from jaxpage.runner.worker import StageWorker, Worker
-from jaxpage.scheduler.preemption import PreemptionPolicy
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.tokenizer import Tokenizer
 from jaxpage.weights.builtin import cache_directory
 from jaxpage.weights.loader import dummy_params, load_params
 from jaxpage.weights.source import Checkpoint, OrbaxCheckpoint, open_checkpoint, resolve_model
-from pallas_kernels import QuantizedWeight
 
 logger = logging.getLogger("jaxpage")
 
@@ -98,8 +100,8 @@ def build(args: EngineArgs, devices: Sequence[Device] | None = None) -> LoadedEn
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         preemption=preemption_policy(
             config.preemption_mode,
-            [stage.params for stage in worker.stages],
-            worker.plan.bytes_per_block,
+            half.num_params,
+            [stage.programs for stage in worker.stages],
             _platform(worker.stages[0].programs.placement.first_device),
         ),
         num_stages=len(worker.stages),
@@ -115,7 +117,8 @@ def join_hosts(args: EngineArgs) -> bool:
     Raises:
         StartupError: if the others are not there, or were started with other options.
     """
-    num_processes = join(args.coordinator, args.num_processes, args.process_id)
+    is_one_of_several = jax.distributed.is_initialized() or joins_others(args)
+    num_processes = join(args.coordinator, args.num_processes, args.process_id) if is_one_of_several else 1
     configure_jax(args, num_processes)
     if num_processes == 1:
         return True
@@ -162,12 +165,17 @@ def follow_leader(args: EngineArgs) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceHalf:
-    """What every process of an engine has."""
+    """What every process of an engine has.
+
+    Attributes:
+        num_params: of the whole model, on whichever devices they are.
+    """
 
     worker: Worker
     model: ModelConfig
     config: EngineConfig
     checkpoint: Checkpoint | OrbaxCheckpoint
+    num_params: int
 
 
 def build_device_half(
@@ -175,7 +183,8 @@ def build_device_half(
 ) -> DeviceHalf:
     """Reads the weights onto ``devices``, compiles and warms up; see ``build``. ``leader``: whom others follow."""
     try:
-        return _build_device_half(args, devices, leader)
+        with naming_what_was_given(args):
+            return _build_device_half(args, devices, leader)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise StartupError(f"not enough memory: {str(error).splitlines()[0] if str(error) else error!r}") from error
@@ -187,11 +196,14 @@ def _build_device_half(args: EngineArgs, devices: Sequence[Device] | None, leade
     devices = take_devices(args) if devices is None else devices
     checkpoint = open_checkpoint(resolve_model(args.model, args.revision), needs_weights=args.load_format != "dummy")
     model, specs = build_config(checkpoint.config, checkpoint.generation_config)
-    config = resolve(
-        args, model_max_len=model.max_position, vocab_size=model.vocab_size, platform=_platform(devices[0])
-    )
+    num_params = sum(math.prod(spec.shape) for spec in specs)
+    platform = _platform(devices[0])
+    if platform == "gpu":
+        tell_of_pool(args.gpu_memory_utilization)
+    config = resolve(args, model_max_len=model.max_position, vocab_size=model.vocab_size, platform=platform)
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     model, specs, placements = place(args, model, specs, devices)
+    check_first_stage([placement for _, placement in placements])
     with StartupProgress() as progress:
         stages = []
         for stage, placement in placements:
@@ -209,7 +221,7 @@ def _build_device_half(args: EngineArgs, devices: Sequence[Device] | None, leade
         )  # fmt: skip
         parts = (args, config, stages, progress)
         worker = Worker(*parts) if leader is None else LeadingWorker(leader, *parts)
-    return DeviceHalf(worker, model, config, checkpoint)
+    return DeviceHalf(worker, model, config, checkpoint, num_params)
 
 
 def take_devices(args: EngineArgs) -> list[Device]:
@@ -253,6 +265,23 @@ def place(
     return model, list(specs), placements
 
 
+def check_first_stage(placements: Sequence[Placement]) -> None:
+    """The leading process must have a device of the first stage, where steps begin and their tokens come back to.
+
+    Raises:
+        StartupError: it has none: whoever has laid out the mesh has put other processes' devices first.
+    """
+    first, *others = (placement.process_ids for placement in placements)
+    if 0 not in first:
+        where = next((index for index, ids in enumerate(others, start=1) if 0 in ids), None)
+        own = "of none" if where is None else f"of stage {where}"
+        raise StartupError(
+            f"the devices of the first stage are those of process {' and '.join(map(str, first))}, and those of "
+            f"process 0, which leads, are {own}: another pipeline_parallel_size or tensor_parallel_size lays them out "
+            "in another way"
+        )
+
+
 def _load_stage(
     args: EngineArgs,
     checkpoint: Checkpoint | OrbaxCheckpoint,
@@ -273,28 +302,18 @@ def _shown_devices(devices: Sequence[Device]) -> str:
     return kind if len(devices) == 1 else f"{len(devices)} x {kind}"
 
 
-RATES = {"cpu": (1e11, 4e9), "gpu": (2e14, 2e10), "tpu": (2e14, 1e10)}
-"""Orders of magnitude by platform: operations a second in a prefill, bytes a second between device and host."""
-
-
-def preemption_policy(mode: str, params: Any, bytes_per_block: int, platform: str) -> PreemptionPolicy:
-    """Two operations a parameter to compute a token again, against the bytes of a block over the bus."""
-    operations_per_s, bytes_per_s = RATES.get(platform, RATES["gpu"])
-    # A quantised weight's size is that of what it stands for.
-    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QuantizedWeight))
-    num_params = sum(leaf.size for leaf in leaves)
-    return PreemptionPolicy(mode, 2 * num_params / operations_per_s, bytes_per_block / bytes_per_s)
-
-
 def configure_jax(args: EngineArgs | None = None, num_processes: int = 1) -> None:
     """Process-wide settings: full float32 products, and compiled programs kept on disk for the next start.
 
-    A CPU stands for as many devices as ``args`` asks for, unless jax has begun to use it.
+    A CPU stands for as many devices as ``args`` asks for, and a GPU's memory is set aside, unless jax has begun to use
+    it.
 
     Args:
         num_processes: that share the devices of the engine.
     """
     jax.config.update("jax_default_matmul_precision", "highest")
+    if args is not None:
+        ask_for_pool(args.gpu_memory_utilization)
     if args is not None and (args.num_devices > 1 or args.data_parallel_size > 1):
         needed = -(-args.num_devices * args.data_parallel_size // num_processes)
         with contextlib.suppress(RuntimeError):

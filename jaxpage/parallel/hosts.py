@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxpage.errors import StartupError
-from jaxpage.parallel.cluster import has_several_processes
+from jaxpage.parallel.cluster import find_launch
 
 logger = logging.getLogger("jaxpage")
 
@@ -45,6 +45,9 @@ def join(
 ) -> int:
     """Joins the other processes of this engine; gives their number. To be called before jax runs anything.
 
+    A process that is alone on its host has all devices there; of several on a host that SLURM or MPI has started, each
+    has one.
+
     Args:
         coordinator, num_processes, process_id: all or none; without them the environment's TPU pod, SLURM or MPI job.
 
@@ -53,18 +56,32 @@ def join(
     """
     if jax.distributed.is_initialized():
         return _state().num_processes
-    if coordinator is None and not has_several_processes(environment):
-        return 1
+    launch = find_launch(environment)
+    where, advice = f"coordinator {coordinator}", ""
+    if coordinator is None:
+        where = "the processes of the TPU pod"
+        if launch is not None:
+            num_processes, process_id = launch.num_processes, launch.process_id
+            where = f"the {num_processes} processes that {launch.launcher} has started"
+        advice = "; coordinator, num_processes and process_id say where they are, num_processes 1 that this is alone"
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of no effect elsewhere
     try:
         jax.distributed.initialize(
-            coordinator, num_processes, process_id, initialization_timeout=int(MEETING_TIMEOUT_S)
+            coordinator,
+            num_processes,
+            process_id,
+            # Else jax would give each process the device of its number on the host, be there others or not.
+            local_device_ids=[] if _has_all_devices(environment) else None,
+            initialization_timeout=int(MEETING_TIMEOUT_S),
         )
     except (ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0][:200]
-        where = f"coordinator {coordinator}" if coordinator else "the cluster that the environment names"
-        raise StartupError(f"cannot join {where}: {reason}") from error
+        raise StartupError(f"cannot join {where}: {_first_line(error)}{advice}") from error
     return _state().num_processes
+
+
+def _has_all_devices(environment: Mapping[str, str]) -> bool:
+    launch = find_launch(environment)
+    return launch is not None and launch.is_alone_on_host and "JAX_LOCAL_DEVICE_IDS" not in environment
 
 
 class Line:
@@ -119,16 +136,15 @@ class Followers:
         """Waits until all others have called.
 
         Raises:
-            StartupError: if one does not come in time.
+            StartupError: if one does not come in time, or came for another engine before.
         """
         self._on_answer, self._on_loss = on_answer, on_loss
         self._is_closed = False
         secret = secrets.token_bytes(HELLO_BYTES)
         self._lines: dict[int, Line] = {}
-        with socket.create_server(("", 0)) as listener:
+        with listen() as listener:
             listener.settimeout(CONNECT_TIMEOUT_S)
-            address = f"{_own_address()} {listener.getsockname()[1]} {secret.hex()}"
-            _client().key_value_set(_KEY, address, allow_overwrite=True)
+            _say_once(_KEY, f"{_own_address()} {listener.getsockname()[1]} {secret.hex()}")
             wanted = set(range(1, jax.process_count()))
             while wanted:
                 try:
@@ -198,7 +214,7 @@ def agree_on(name: str, value: str) -> str:
     try:
         return _client().blocking_key_value_get(key, int(MEETING_TIMEOUT_S * 1000))
     except RuntimeError as error:
-        raise StartupError(f"the leading process said nothing: {str(error).splitlines()[0][:200]}") from error
+        raise StartupError(f"the leading process said nothing: {_first_line(error)}") from error
 
 
 def least_of_all(number: int, occasion: str) -> int:
@@ -214,15 +230,24 @@ def least_of_all(number: int, occasion: str) -> int:
         _client().wait_at_barrier(f"jaxpage/{occasion}", int(MEETING_TIMEOUT_S * 1000))
         return min(int(value) for _, value in _client().key_value_dir_get(f"jaxpage/{occasion}/"))
     except RuntimeError as error:
-        raise StartupError(f"another process has not come to {occasion}: {str(error).splitlines()[0][:200]}") from error
+        raise StartupError(f"another process has not come to {occasion}: {_first_line(error)}") from error
+
+
+def listen() -> socket.socket:
+    """A listener on a free port of all addresses, of whichever kind the others know this host by."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # IPv6 can be there and have no address
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def call_leader() -> Line:
     """A follower's line to the leader.
 
     Raises:
-        StartupError: if it is not reached.
+        StartupError: if it is not reached, or has been called for another engine before.
     """
+    _say_once(f"jaxpage/follower/{jax.process_index()}", "called")
     try:
         host, port, secret = _client().blocking_key_value_get(_KEY, int(MEETING_TIMEOUT_S * 1000)).split()
         connection = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
@@ -248,15 +273,40 @@ def _greet(connection: socket.socket, secret: bytes) -> int | None:
     return HEAD.unpack(data[: HEAD.size])[0]
 
 
+def _say_once(key: str, value: str) -> None:
+    """Raises StartupError if it was said before: followers end with their engine, so that there is no second one."""
+    client = _client()
+    try:
+        client.key_value_set(key, value)
+    except RuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise StartupError(f"the processes of this engine cannot meet: {_first_line(error)}") from error
+        raise StartupError(
+            "these processes have been an engine before, and those that follow end with it: "
+            "start all of them again for another engine"
+        ) from None
+
+
 def _own_address() -> str:
     """The address under which others reach the leader, which is where jax's coordinator is."""
-    return _state().coordinator_address.rpartition(":")[0].strip("[]")
+    return _joined().coordinator_address.rpartition(":")[0].strip("[]")
 
 
 def _client() -> Any:
-    client = _state().client
-    assert client is not None, "join comes first"
-    return client
+    return _joined().client
+
+
+def _joined() -> Any:
+    state = _state()
+    if state.client is None:
+        raise StartupError(
+            f"the devices here belong to {jax.process_count()} processes, which num_processes 1 does not join"
+        )
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200].rstrip(".") if str(error) else repr(error)
 
 
 def _state() -> Any:

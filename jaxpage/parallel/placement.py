@@ -38,6 +38,12 @@ class Placement:
         """This process has one of the devices."""
         return self.first_device.process_index == jax.process_index()
 
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes that have one of the devices."""
+        devices = [self.first_device] if self.layout is None else self.layout.mesh.devices.flat
+        return sorted({device.process_index for device in devices})
+
     def sharding(self, axes: Axes) -> Sharding | None:
         """Of an array with these logical axes."""
         if self.layout is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxpage.plan.compiled import StepReport
 from jaxpage.plan.hlo import total_wire_bytes
-from jaxpage.plan.memory import Memory, estimate_temp_bytes, find_memory
+from jaxpage.plan.memory import Memory, estimate_step_bytes, find_memory
 from jaxpage.plan.scenario import Scenario
 from jaxpage.plan.work import StageWork, Work
 from jaxpage.runner.memory import KVCachePlan
@@ -94,7 +94,7 @@ class Assessment:
         """How the compiler's temporaries compare to the estimate, to correct estimates of what is alike."""
         if self.steps is None:
             return 1.0
-        guessed = max(estimate_temp_bytes(part) for part in self.scenario.parts)
+        guessed = max(estimate_step_bytes(part) for part in self.scenario.parts)
         return max((step.step_bytes for step in self.steps), default=guessed) / guessed
 
     def decode(self, num_requests: int, context: int | None = None) -> Rate:

@@ -72,10 +72,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
             raise ParameterError(name, "is needed, unless --table is given")
     where, values = find_slice(options.target), find_values(options.model)
     engine = {name: getattr(options, name) for name in ENGINE_OPTIONS}
-    scenarios = [
-        make_scenario(options.model, values, where, {**engine, **changes})
-        for changes in _variants(options, values, where)
-    ]
+    scenarios = _scenarios(options, engine, values, where)
     if engine["max_model_len"] is None:
         scenarios = [
             item.changed(max_model_len=min(DEFAULT_MAX_MODEL_LEN, item.config.max_model_len)) for item in scenarios
@@ -195,11 +192,20 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and value in (float("inf"), float("-inf")) else value
 
 
-def _variants(options: argparse.Namespace, values: Mapping[str, Any], where: Slice) -> list[dict[str, Any]]:
-    """What --compare names, as options; the given ones alone without it."""
-    if options.compare is None:
-        return [{}]
-    return [parse_variant(text) for text in options.compare]
+def _scenarios(
+    options: argparse.Namespace, engine: Mapping[str, Any], values: Mapping[str, Any], where: Slice
+) -> list[Scenario]:
+    """What --compare names; the given options alone without it."""
+    found = []
+    for text in options.compare or [""]:
+        changes = parse_variant(text) if text else {}
+        try:
+            found.append(make_scenario(options.model, values, where, {**engine, **changes}))
+        except ParameterError as error:
+            if error.parameter not in changes:
+                raise
+            raise ParameterError("compare", f"{text}: {error.reason}") from None
+    return found
 
 
 SIZES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}

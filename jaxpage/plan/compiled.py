@@ -34,7 +34,8 @@ class StepReport:
         name: "decode" or "prefill": the steps of most requests and of most tokens.
         argument_bytes: parameters, cache, state and the packed batch.
         aliased_bytes: of the arguments, what is updated in place.
-        step_bytes: temporaries and those outputs that take the place of no argument.
+        step_bytes: temporaries, and for each step in flight those outputs that take the place of no argument and what
+            the stage was given by the one before.
         cache_bytes, state_bytes: what should be updated in place.
         kernels: names of the Pallas kernels, and how often each is called.
         problem: why it does not compile; numbers are then 0.
@@ -168,7 +169,7 @@ def compile_step(part: StagePart, name: str, num_blocks: int) -> StepReport:
     except Exception as error:  # a compiler's reason is the answer
         problem = f"{type(error).__name__}: {str(error)[:2000]}"
         return dataclasses.replace(report, seconds=time.perf_counter() - started, problem=problem)
-    memory, text, needed = compiled.memory_analysis(), compiled.as_text(), programs.step_bytes(compiled)
+    memory, text, needed = compiled.memory_analysis(), compiled.as_text(), programs.step_bytes(num_tokens, compiled)
     assert memory is not None and text is not None and needed is not None, "these compilers tell all of it"
     return dataclasses.replace(
         report,

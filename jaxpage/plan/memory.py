@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jaxpage.errors import StartupError
 from jaxpage.plan.scenario import Scenario, StagePart
+from jaxpage.runner.gpu_pool import usable_share, wanted_share
 from jaxpage.runner.memory import KVCachePlan, plan_kv_cache
 from jaxpage.runner.step import PROMPT_SCORE_ROWS
 
@@ -24,8 +25,8 @@ class StageMemory:
 
     Attributes:
         usable_bytes: what the engine may use of the device; None if nobody knows, as on a CPU.
-        temp_bytes: what is set aside for a step, for temporaries and outputs: what the largest one needs and, as the
-            engine does, no less than its first guess.
+        temp_bytes: what is set aside for steps, for temporaries of one and outputs of all in flight: what the largest
+            ones need and, as the engine does, no less than its first guess.
         is_estimate: temp_bytes is not from the compiler.
         kv_bytes: the cache that the engine would make; 0 if none fits.
     """
@@ -102,16 +103,21 @@ PROMPT_LOGITS_COPIES = 4.0
 """Where prompt tokens are scored."""
 
 
-def estimate_temp_bytes(part: StagePart) -> int:
-    """Temporaries of the largest step without a compiler."""
+def estimate_step_bytes(part: StagePart) -> int:
+    """Temporaries of the largest step without a compiler, and outputs of all that are in flight."""
+    num_tokens = part.programs.config.max_num_batched_tokens
+    return _temp_bytes(part, num_tokens) + part.programs.in_flight_bytes(num_tokens)
+
+
+def _temp_bytes(part: StagePart, num_tokens: int) -> int:
     programs, platform = part.programs, part.platform
     fit, ways, model = TEMP_FITS[platform], programs.placement.ways, programs.model
-    packing = programs.packing(programs.config.max_num_batched_tokens)
-    hidden = fit.hidden_copies * packing.num_tokens * model.hidden_size * part.itemsize
+    packing = programs.packing(num_tokens)
+    hidden = fit.hidden_copies * num_tokens * model.hidden_size * part.itemsize
     if not programs.is_last:
         return int(hidden)
     vocab_bytes = 4 * model.vocab_size / (ways("vocab") if fit.is_split else 1)
-    scored = PROMPT_LOGITS_COPIES * min(PROMPT_SCORE_ROWS, packing.num_tokens)
+    scored = PROMPT_LOGITS_COPIES * min(PROMPT_SCORE_ROWS, num_tokens)
     return int(max(hidden, vocab_bytes * max(fit.logits_copies * packing.num_rows, scored)))
 
 
@@ -119,12 +125,12 @@ def find_memory(scenario: Scenario, compiled: Sequence[int] | None = None, facto
     """What fits.
 
     Args:
-        compiled: for each stage, bytes of temporaries and outputs of the largest step; None: they are estimated.
+        compiled: for each stage, ``StepReport.step_bytes`` of the largest step; None: they are estimated.
         factor: on estimates, where the compilers' answer to something alike is known.
     """
     stages, plans, problem = [], [], None
     for index, part in enumerate(scenario.parts):
-        needed = int(estimate_temp_bytes(part) * factor) if compiled is None else compiled[index]
+        needed = int(estimate_step_bytes(part) * factor) if compiled is None else compiled[index]
         stage = _stage_memory(scenario, part, needed, is_estimate=compiled is None)
         stages.append(stage)
         try:
@@ -144,7 +150,7 @@ def _stage_memory(scenario: Scenario, part: StagePart, temp_bytes: int, is_estim
     return StageMemory(
         name="model" if len(scenario.parts) == 1 else f"stage {part.stage.index}",
         num_layers=programs.model.num_layers,
-        usable_bytes=None if chip is None else int(chip.memory_bytes * scenario.args.gpu_memory_utilization),
+        usable_bytes=None if chip is None else int(chip.memory_bytes * _usable_share(scenario)),
         weight_bytes=part.weight_bytes,
         state_bytes=programs.state_bytes,
         temp_bytes=max(temp_bytes, guess),
@@ -153,10 +159,22 @@ def _stage_memory(scenario: Scenario, part: StagePart, temp_bytes: int, is_estim
     )
 
 
+def _usable_share(scenario: Scenario) -> float:
+    utilization, pool = scenario.args.gpu_memory_utilization, share_of_gpu(scenario)
+    return utilization if pool is None else pool * usable_share(utilization, pool)
+
+
+def share_of_gpu(scenario: Scenario) -> float | None:
+    """What jax will have of a GPU's memory, as the engine asks it to; None where there is no GPU."""
+    is_gpu = scenario.where.target.platform == "gpu"
+    return wanted_share(scenario.args.gpu_memory_utilization) if is_gpu else None
+
+
 def _plan(scenario: Scenario, stage: StageMemory, max_num_seqs: int | None) -> KVCachePlan:
     """The engine's choice on a device that holds the stage's weights already."""
-    config = scenario.config
+    config, pool = scenario.config, share_of_gpu(scenario)
     if max_num_seqs is not None:
         config = dataclasses.replace(config, max_num_seqs=max_num_seqs)
-    (device,) = scenario.where.stand_ins(1, bytes_in_use=stage.weight_bytes)
-    return plan_kv_cache(scenario.args, config, stage.bytes_per_block, device, stage.state_bytes + stage.temp_bytes)
+    (device,) = scenario.where.stand_ins(1, stage.weight_bytes, 1.0 if pool is None else pool)
+    needed = stage.state_bytes + stage.temp_bytes
+    return plan_kv_cache(scenario.args, config, stage.bytes_per_block, device, needed, pool)

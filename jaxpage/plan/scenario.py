@@ -19,6 +19,7 @@ from jaxpage.errors import ParameterError
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.weight_map import ParamSpec
 from jaxpage.parallel.pipeline import Stage, stage_specs
+from jaxpage.parallel.sharding import naming_what_was_given
 from jaxpage.plan.models import read_model
 from jaxpage.plan.slices import Slice
 from jaxpage.runner.programs import StagePrograms, device_bytes
@@ -177,18 +178,19 @@ def _make(
         args, model_max_len=model.max_position, vocab_size=model.vocab_size, platform=where.target.platform
     )
     own_kv_heads, num_params = model.num_kv_heads, sum(math.prod(spec.shape) for spec in specs)
-    model, specs, placements = place(args, model, specs, devices or where.stand_ins(args.num_devices))
-    parts = tuple(
-        StagePart(
-            stage,
-            StagePrograms(model, config, placement, stage),
-            stage_specs(specs, stage, model.tied_embeddings),
-            where.target.platform,
+    with naming_what_was_given(args):
+        model, specs, placements = place(args, model, specs, devices or where.stand_ins(args.num_devices))
+        parts = tuple(
+            StagePart(
+                stage,
+                StagePrograms(model, config, placement, stage),
+                stage_specs(specs, stage, model.tied_embeddings),
+                where.target.platform,
+            )
+            for stage, placement in placements
         )
-        for stage, placement in placements
-    )
-    for part in parts:
-        # What cannot be laid out should be said now.
-        _ = part.weight_bytes, part.programs.device_bytes_per_block, part.programs.state_bytes
+        for part in parts:
+            # What cannot be laid out should be said now.
+            _ = part.weight_bytes, part.programs.device_bytes_per_block, part.programs.state_bytes
     repeats = model.num_kv_heads // own_kv_heads
     return Scenario(name, values, where, args, config, num_params, model, repeats, parts)

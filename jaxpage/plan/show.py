@@ -11,7 +11,9 @@ from rich.table import Table
 from jaxpage.layers.kv_cache import QUANTIZED_DTYPES
 from jaxpage.plan.assess import Assessment, Rate
 from jaxpage.plan.compiled import StepReport
+from jaxpage.plan.memory import share_of_gpu
 from jaxpage.plan.suggestions import Suggestion
+from jaxpage.runner.gpu_pool import UNASKED_SHARE, VARIABLE
 from jaxpage.runner.memory import gib
 
 MOST_SUGGESTIONS = 10
@@ -116,6 +118,12 @@ def cache_lines(assessment: Assessment) -> list[str]:
             f"Room for {memory.most.num_blocks - 1:,} blocks of {config.block_size} tokens = {memory.num_tokens:,} "
             f"tokens = {memory.full_requests:,.1f} requests of {config.max_model_len:,} tokens{replicas}; "
             f"the engine makes {memory.cache.num_blocks - 1:,} blocks"
+        )
+    share = share_of_gpu(scenario)
+    if share is not None:
+        lines.append(
+            f"jaxpage lets JAX set {100 * share:.0f} % of a GPU's memory aside for that. A program that uses JAX "
+            f"before has {100 * UNASKED_SHARE:.0f} %, unless it is started with {VARIABLE}={share}"
         )
     return lines
 

@@ -43,9 +43,9 @@ class Slice:
     def is_cpu(self) -> bool:
         return self.target.platform == CPU
 
-    def stand_ins(self, num_devices: int, bytes_in_use: int = 0) -> list[StandIn]:
-        """Devices to lay arrays over, where nothing is compiled."""
-        memory = 0 if self.chip is None else int(self.chip.memory_bytes)
+    def stand_ins(self, num_devices: int, bytes_in_use: int = 0, share: float = 1.0) -> list[StandIn]:
+        """Devices to lay arrays over, where nothing is compiled; ``share`` of their memory is JAX's."""
+        memory = 0 if self.chip is None else int(self.chip.memory_bytes * share)
         return [StandIn(index, self.target.name, memory, bytes_in_use) for index in range(num_devices)]
 
     def devices(self, num_devices: int) -> Sequence[Any]:
@@ -71,7 +71,7 @@ class StandIn:
 
     Attributes:
         platform: the name of the chip, so that nobody looks for how it is wired; "cpu" has its usual meaning.
-        memory_bytes: of the device.
+        memory_bytes: of the device, what JAX may use.
         bytes_in_use: of them, what is taken already.
     """
 

@@ -9,6 +9,7 @@ import os
 from jaxpage.batch import Device
 from jaxpage.config import EngineArgs, EngineConfig
 from jaxpage.errors import StartupError
+from jaxpage.runner.gpu_pool import GPU_PLATFORMS, pool_share, usable_share
 
 logger = logging.getLogger("jaxpage")
 
@@ -49,8 +50,13 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def free_bytes(device: Device, utilization: float) -> int:
-    """Bytes the engine may still take on ``device``."""
+def free_bytes(device: Device, utilization: float, share_of_gpu: float | None = None) -> int:
+    """Bytes the engine may still take on ``device``.
+
+    Args:
+        utilization: share of the device's memory that it may use.
+        share_of_gpu: of a GPU's memory, what jax has there and ``device`` tells of; None: what it has here.
+    """
     if device.platform == "cpu":
         return int(available_host_bytes() * CPU_MEMORY_SHARE)
     stats = device.memory_stats() or {}
@@ -58,7 +64,10 @@ def free_bytes(device: Device, utilization: float) -> int:
         raise StartupError(
             f"{device.device_kind} does not tell its memory; give kv_cache_memory_bytes or num_gpu_blocks_override"
         )
-    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"]
+    if share_of_gpu is None and device.platform in GPU_PLATFORMS:
+        share_of_gpu = pool_share()
+    share = utilization if share_of_gpu is None else usable_share(utilization, share_of_gpu)
+    return int(stats["bytes_limit"] * share) - stats["bytes_in_use"]
 
 
 def available_host_bytes() -> int:
@@ -74,21 +83,31 @@ def available_host_bytes() -> int:
 
 
 def plan_kv_cache(
-    args: EngineArgs, config: EngineConfig, bytes_per_block: int, device: Device, step_bytes: int
+    args: EngineArgs,
+    config: EngineConfig,
+    bytes_per_block: int,
+    device: Device,
+    step_bytes: int,
+    share_of_gpu: float | None = None,
 ) -> KVCachePlan:
     """Decides the number of blocks.
 
     Args:
         bytes_per_block: on ``device``, if a block is split over several.
-        step_bytes: what a step needs beside parameters and cache: compiled temporaries, outputs, sampling state.
+        step_bytes: what steps need beside parameters and cache: compiled temporaries, outputs, sampling state.
+        share_of_gpu: see ``free_bytes``.
 
     Raises:
         StartupError: with the numbers, if not even one request of two tokens fits.
     """
     wanted = config.max_num_seqs * config.max_blocks_per_request + 1
+
+    def free(utilization: float) -> int:
+        return free_bytes(device, utilization, share_of_gpu) - step_bytes
+
     if args.num_gpu_blocks_override is not None:
         num_blocks = args.num_gpu_blocks_override + 1
-        available = available_host_bytes() if device.platform == "cpu" else free_bytes(device, 1.0) - step_bytes
+        available = available_host_bytes() if device.platform == "cpu" else free(1.0)
         if num_blocks * bytes_per_block > available:
             raise StartupError(
                 f"not enough memory: num_gpu_blocks_override {args.num_gpu_blocks_override} needs "
@@ -97,13 +116,13 @@ def plan_kv_cache(
     else:
         if args.kv_cache_memory_bytes is not None:
             budget = args.kv_cache_memory_bytes
-            available = available_host_bytes() if device.platform == "cpu" else free_bytes(device, 1.0) - step_bytes
+            available = available_host_bytes() if device.platform == "cpu" else free(1.0)
             if budget > available:
                 raise StartupError(
                     f"not enough memory: kv_cache_memory_bytes {gib(budget)}, {gib(max(available, 0))} are free"
                 )
         else:
-            budget = free_bytes(device, args.gpu_memory_utilization) - step_bytes
+            budget = free(args.gpu_memory_utilization)
             if device.platform == "cpu":
                 budget = min(budget, max(CPU_DEFAULT_BYTES, config.max_blocks_per_request * bytes_per_block))
         num_blocks = min(wanted, budget // bytes_per_block)

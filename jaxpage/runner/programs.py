@@ -40,6 +40,7 @@ class StagePrograms:
         """``model`` is the whole one."""
         self.is_first = stage is None or stage.is_first
         self.is_last = stage is None or stage.is_last
+        self.num_stages = 1 if stage is None else stage.num_stages
         self.model = model if stage is None else stage_model(model, stage)
         self.config, self.placement = config, placement
         layout = placement.layout
@@ -70,19 +71,37 @@ class StagePrograms:
         """Bytes of the sampling state on each device."""
         return device_bytes(self.state_shapes()) if self.is_last else 0
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose results can be on the device at once: one a stage that the host has not read, and the next."""
+        return self.num_stages + 1
+
     def guessed_step_bytes(self, num_tokens: int) -> int:
-        """What a step needs on each device beside parameters and cache, before there is a compiled one to ask."""
+        """What steps need on each device beside parameters and cache, before there is a compiled one to ask."""
         model, ways = self.model, self.placement.ways
         inner = max(model.intermediate_size // ways("ffn"), 1)
-        return self.state_bytes + num_tokens * 4 * (model.hidden_size * 8 + inner * 4)
+        temporaries = num_tokens * 4 * (model.hidden_size * 8 + inner * 4)
+        return self.state_bytes + temporaries + self.in_flight_bytes(num_tokens)
 
-    def step_bytes(self, compiled: jax.stages.Compiled) -> int | None:
+    def step_bytes(self, num_tokens: int, compiled: jax.stages.Compiled) -> int | None:
         """The same of a compiled step; None if the compiler does not tell."""
         analysis = compiled.memory_analysis()
         if analysis is None:
             return None
         outputs = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
-        return self.state_bytes + analysis.temp_size_in_bytes + outputs
+        return self.state_bytes + analysis.temp_size_in_bytes + self.in_flight_bytes(num_tokens, outputs)
+
+    def in_flight_bytes(self, num_tokens: int, outputs: int | None = None) -> int:
+        """What the steps in flight keep on each device: what the stage gave, and what it was given by the one before.
+
+        Args:
+            outputs: of one step, as the compiler lays them out; None: as their shapes say.
+        """
+        boundary = self.boundary_shape(num_tokens)
+        if outputs is None:
+            outputs = device_bytes(self.output_shapes(num_tokens) if self.is_last else boundary)
+        inputs = 0 if self.is_first else device_bytes(boundary)
+        return self.num_in_flight * (inputs + outputs)
 
     def packing(self, num_tokens: int) -> Packing:
         """The layout of the packed batch of a step with this many tokens."""

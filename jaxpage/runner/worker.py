@@ -310,7 +310,7 @@ class Worker:
         logger.info("Compiling %d step shapes (the first start only: they are kept on disk)", len(self.buckets))
         progress("compiling", 0, len(self.buckets))
         self._compile_all(largest, plan)
-        told = [stage.programs.step_bytes(stage.steps[largest]) for stage in self._here]
+        told = [stage.programs.step_bytes(largest, stage.steps[largest]) for stage in self._here]
         measured = [number for number in told if number is not None]
         if measured:
             logger.info("Largest step (%d tokens) needs %s beside weights and cache", largest, gib(max(measured)))

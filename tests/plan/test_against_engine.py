@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -14,7 +15,9 @@ from jaxpage.plan.compiled import compile_step
 from jaxpage.plan.memory import find_memory
 from jaxpage.plan.models import find_values
 from jaxpage.plan.scenario import make_scenario
-from jaxpage.plan.slices import find_slice
+from jaxpage.plan.slices import StandIn, find_slice
+from jaxpage.runner import gpu_pool
+from jaxpage.runner.memory import plan_kv_cache
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,24 @@ def test_plan_7b_memory_is_that_of_the_running_engine(
     memory = find_memory(scenario, [report.step_bytes])
 
     assert planned.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(stage.params))
-    assert report.step_bytes + planned.state_bytes == pytest.approx(stage.programs.step_bytes(largest), rel=0.05)
+    assert report.step_bytes + planned.state_bytes == pytest.approx(stage.programs.step_bytes(16, largest), rel=0.05)
     assert memory.cache == engine.core.runner.plan
     assert planned.kv_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(stage.kv_cache))
+
+
+@pytest.mark.parametrize("utilization", [0.5, 0.9])
+def test_a_gpus_memory_is_counted_as_the_engine_counts_it(utilization: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"gpu_memory_utilization": utilization, "max_model_len": 8192, "max_num_seqs": 4096}
+    options["max_num_batched_tokens"] = 8192
+    scenario = make_scenario("llama-3-8b", find_values("llama-3-8b"), find_slice("h100x8"), options)
+    memory = find_memory(scenario)
+    (stage,) = memory.stages
+    share = gpu_pool.wanted_share(utilization)
+    monkeypatch.delenv(gpu_pool.VARIABLES[1], raising=False)
+    monkeypatch.setenv(gpu_pool.VARIABLE, str(share))
+    there: Any = StandIn(0, "gpu", memory_bytes=int(share * 80e9), bytes_in_use=stage.weight_bytes)
+    needed = stage.state_bytes + stage.temp_bytes
+    assert memory.cache == plan_kv_cache(scenario.args, scenario.config, stage.bytes_per_block, there, needed)
+    assert stage.usable_bytes == pytest.approx(utilization * 80e9)
+    left = stage.free_bytes
+    assert left is not None and 0 <= left < stage.bytes_per_block

@@ -34,6 +34,12 @@ TINY = {
         (["--model", "llama-3-8b", "--target", "v6e-3"], "--target: v6e comes in"),
         ([*LLAMA, "--tensor-parallel-size", "16"], "--target: h200x8 has 8 devices; tensor_parallel_size 16 x"),
         ([*LLAMA, "--block-size", "0"], "--block-size: "),
+        (
+            [*LLAMA, "--tensor-parallel-size", "3"],
+            "--tensor-parallel-size: layers.0.gate_up: ffn of 14336 does not divide over the 3",
+        ),
+        ([*LLAMA, "--tensor-parallel-size", "3", "--sharding", "megatron"], "--sharding: "),
+        ([*LLAMA, "--compare", "tp=8", "tp=3"], "--compare: tp=3: "),
         ([*LLAMA, "--max-model-len", "9000"], "--max-model-len: 9000 is above the model's limit 8192"),
         ([*LLAMA, "--sharding", "nothing"], "--sharding: must be "),
         ([*LLAMA, "--compare", "tp=8,x"], "--compare: must be such as tp=4,dp=2 or ep, or "),
@@ -75,6 +81,14 @@ def test_a_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.Capt
     assert found["chip"]["source"].startswith("Google") and found["suggestions"]
     assert {file.name for file in plots.iterdir()} == {"memory.png", "roofline.png"}
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in plots.iterdir())
+
+
+def test_what_jax_has_of_a_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "--no-compile", "--gpu-memory-utilization", "0.8"]) == 0
+    text = capsys.readouterr().out
+    assert "lets JAX set 83 % of a GPU's memory aside" in text and "with XLA_CLIENT_MEM_FRACTION=0.83" in text
+    assert main(["--model", "llama-3-8b", "--target", "v6e-8", "--no-compile"]) == 0
+    assert "XLA_CLIENT_MEM_FRACTION" not in capsys.readouterr().out
 
 
 def test_what_does_not_fit_exits_with_1_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:

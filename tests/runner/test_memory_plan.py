@@ -21,7 +21,7 @@ GIB = 1 << 30
 class FakeDevice:
     """The part of ``jax.Device`` that the plan looks at."""
 
-    platform: str = "gpu"
+    platform: str = "tpu"
     limit_bytes: int | None = 16 * GIB
     used_bytes: int = 4 * GIB
     device_kind: str = "a fake device"
@@ -59,7 +59,7 @@ def test_a_cpu_takes_little_unless_told() -> None:
 
 
 def test_overrides_are_exact() -> None:
-    for platform in ("cpu", "gpu"):
+    for platform in ("cpu", "tpu", "gpu"):
         assert plan(FakeDevice(platform), num_gpu_blocks_override=7).num_blocks == 8
         assert plan(FakeDevice(platform), kv_cache_memory_bytes=GIB).num_blocks == 64
 
