@@ -36,7 +36,8 @@ from jaxpage.runner.group import Follower, Leader, LeadingWorker
 from jaxpage.runner.memory import gib
 from jaxpage.runner.programs import StagePrograms
 from jaxpage.runner.runner import Runner
-from jaxpage.runner.worker import StageWorker, Worker
+from jaxpage.runner.stage import StageWorker
+from jaxpage.runner.worker import Worker
 from jaxpage.scheduler.scheduler import Scheduler
 from jaxpage.tokenizer import Tokenizer
 from jaxpage.weights.builtin import cache_directory

@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxpage.kv.block_ops import BlockOp
 
+NO_BATCH = np.zeros(0, np.int32)
+
 
 @dataclasses.dataclass(slots=True)
 class StateFill:

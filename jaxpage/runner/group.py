@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxpage.batch import StepOutput
 from jaxpage.parallel.hosts import Followers, LostHostError, call_leader
-from jaxpage.runner.commands import Command
+from jaxpage.runner.commands import NO_BATCH, Command
+from jaxpage.runner.pipeline import Results
 from jaxpage.runner.wire import pack_command, unpack_command
 from jaxpage.runner.worker import Worker
 
@@ -123,13 +124,17 @@ class LeadingWorker(Worker):
         self.leader = leader
         super().__init__(*arguments)
 
-    def obey(self, command: Command) -> StepOutput | None:
+    def obey(self, command: Command) -> Results | None:
         self.leader.tell(command)
         try:
             return super().obey(command)
         except BaseException as error:  # the others wait in this step for this process
             self.leader.lose(f"step {command.call} failed here: {error}")
             raise
+
+    def bring_back(self, call: int) -> None:
+        if self.pipeline.owes(call):
+            self.obey(Command(call, [], [], {}, 0, NO_BATCH))  # all processes of the first stage at the same point
 
     def confirm(self, call: int, output: StepOutput) -> None:
         self.leader.confirm(call, output)
@@ -150,7 +155,7 @@ class Follower:
         """Calls the leader; raises StartupError if it is not reached."""
         self._line = call_leader()
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, int, StepOutput | None] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, int, Results | None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._receive, name="jaxpage-leader", daemon=True).start()
 
     def follow(self, worker: Worker) -> None:
@@ -167,9 +172,9 @@ class Follower:
         try:
             while (data := self._commands.get()) != GOODBYE:
                 command = unpack_command(data)
-                output = worker.obey(command)
+                results = worker.obey(command)
                 if command.num_tokens:
-                    self._answers.put((command.call, zlib.crc32(data), output))
+                    self._answers.put((command.call, zlib.crc32(data), results))
         except Exception:
             logger.exception("a step failed")
             os._exit(1)
@@ -197,7 +202,8 @@ class Follower:
         """Sends digests of each step as soon as its tokens are there."""
         try:
             while (item := self._answers.get()) is not None:
-                call, command_digest, output = item
+                call, command_digest, results = item
+                output = None if results is None else results.result()
                 self._line.send(ANSWER.pack(call, *digests_of(command_digest, output)))
         except OSError:
             pass  # the thread that receives sees the end too

@@ -8,20 +8,19 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxpage.batch import ScoredTokens, StepOutput
+from jaxpage.batch import ScoredTokens
 from jaxpage.config import EngineConfig
 from jaxpage.models.config import ModelConfig
 from jaxpage.request import Request
 from jaxpage.runner.batch_builder import pack_schedule
 from jaxpage.runner.buckets import bucket_for
-from jaxpage.runner.commands import Command, StateFill
+from jaxpage.runner.commands import NO_BATCH, Command, StateFill
 from jaxpage.runner.compilations import CompilationCounter
 from jaxpage.runner.memory import KVCachePlan
+from jaxpage.runner.pipeline import Results
 from jaxpage.runner.slots import SlotTable
 from jaxpage.runner.worker import Worker
 from jaxpage.scheduler.schedule import Schedule
-
-NO_BATCH = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,17 +43,19 @@ class StepInFlight:
     """A dispatched step. The device may still be computing it."""
 
     schedule: Schedule
-    output: StepOutput
+    results: Results
     flags: dict[str, bool]
     worker: Worker
 
     def collect(self) -> StepResult:
         """Waits for the step and copies what was asked for to the host."""
-        tokens = np.asarray(self.output.token_ids)[: len(self.schedule.requests)].tolist()
-        self.worker.confirm(self.schedule.call, self.output)
-        sampled = jax.tree.map(np.asarray, self.output.sampled) if self.flags["has_logprobs"] else None
-        prompt = jax.tree.map(np.asarray, self.output.prompt) if self.flags["has_prompt_logprobs"] else None
-        pooled = np.asarray(self.output.pooled) if self.flags["has_pooling"] else None
+        self.worker.bring_back(self.schedule.call)
+        output = self.results.result()
+        tokens = np.asarray(output.token_ids)[: len(self.schedule.requests)].tolist()
+        self.worker.confirm(self.schedule.call, output)
+        sampled = jax.tree.map(np.asarray, output.sampled) if self.flags["has_logprobs"] else None
+        prompt = jax.tree.map(np.asarray, output.prompt) if self.flags["has_prompt_logprobs"] else None
+        pooled = np.asarray(output.pooled) if self.flags["has_pooling"] else None
         return StepResult(tokens, sampled, prompt, pooled)
 
 
@@ -106,12 +107,11 @@ class Runner:
         needed = max(schedule.num_tokens, len(schedule.requests))
         packing = self._packings[bucket_for(self.worker.buckets, needed)]
         packed, flags = pack_schedule(schedule, packing, self._slots)
-        output = self.worker.obey(
+        results = self.worker.obey(
             Command(schedule.call, schedule.block_ops, fills, dict(masks or {}), packing.num_tokens, packed)
         )
-        assert output is not None, "a command with tokens has an output"
-        output.token_ids.copy_to_host_async()
-        return StepInFlight(schedule, output, flags, self.worker)
+        assert results is not None, "the leading process has the first stage"
+        return StepInFlight(schedule, results, flags, self.worker)
 
     def start_over(self) -> None:
         """Forgets what the device holds, after a step that failed. Nobody may have blocks or a slot.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
@@ -76,7 +77,9 @@ def failing(engine: Engine, way: str, fails: Callable[[Schedule], bool] = is_poi
         is_failing = fails(schedule) and way != "when it is read"
         step = dispatch(schedule, *rest)
         if step is not None and fails(schedule) and way == "when it is read":
-            step.output.token_ids = Lost()
+            output: Any = step.results.result()._replace(token_ids=Lost())
+            step.results = concurrent.futures.Future()
+            step.results.set_result(output)
         return step
 
     def failing_run(*arguments: Any) -> Any:
@@ -88,8 +91,7 @@ def failing(engine: Engine, way: str, fails: Callable[[Schedule], bool] = is_poi
         if way == "at dispatch":
             jax.tree.map(lambda array: array.delete(), (stage.kv_cache, stage.state))
             fail()
-        output.token_ids = broken(output.token_ids)
-        return output
+        return output._replace(token_ids=broken(output.token_ids))
 
     runner.dispatch, stage.run = failing_dispatch, failing_run
     try:

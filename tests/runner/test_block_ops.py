@@ -22,7 +22,8 @@ from jaxpage.parallel.placement import Placement
 from jaxpage.runner.block_ops import LARGE_BATCH, SMALL_BATCH, BlockMover, batches
 from jaxpage.runner.programs import StagePrograms
 from jaxpage.runner.runner import Runner
-from jaxpage.runner.worker import StageWorker, Worker
+from jaxpage.runner.stage import StageWorker
+from jaxpage.runner.worker import Worker
 from jaxpage.scheduler.schedule import Schedule
 from jaxpage.weights.loader import dummy_params
 
