@@ -62,7 +62,8 @@ class Devices:
                 raise TimeoutError(f"everybody waits: {[queue[0].name for queue in self.queues if queue]}")
             for work in ready:
                 where = [stage for stage, queue in enumerate(self.queues) if queue and queue[0] is work]
-                start_s = max(*(free_s[stage] for stage in where), 0.0 if work.needs is None else work.needs.end_s or 0.0)
+                needed_s = 0.0 if work.needs is None else work.needs.end_s or 0.0
+                start_s = max(needed_s, *(free_s[stage] for stage in where))
                 work.end_s = start_s + work.seconds
                 for stage in where:
                     self.queues[stage].popleft()
@@ -137,7 +138,7 @@ def simulate(process_of: list[int], after_run: Callable[[StagePipeline, int], No
             if after_run is not None:
                 after_run(pipeline, call)
             due = results[call - num_stages] if call >= num_stages else None
-            assert due is None or due.done(), "the host reads what was dispatched as many calls before as there are stages"
+            assert due is None or due.done(), "the host could not read the step that is due"
         pipeline.bring_back(NUM_STEPS)
         is_informed = process_of[0] == process or process_of[-1] == process
         assert all((each is not None and each.done()) == is_informed for each in results)
@@ -150,7 +151,17 @@ def idle_s(devices: Devices) -> float:
     return sum(starts[-1] - starts[0] - (len(starts) - 1) for starts in devices.starts_s)
 
 
-PROCESSES = [[0, 1], [0, 1, 2], [0, 0, 1], [0, 1, 1], [0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 2], [*range(8)]]
+PROCESSES = [
+    [0, 1],
+    [0, 1, 2],
+    [0, 0, 1],
+    [0, 1, 1],
+    [0, 1, 2, 3],
+    [0, 0, 1, 1],
+    [0, 1, 1, 1],
+    [0, 0, 1, 2],
+    [*range(8)],
+]
 
 
 @pytest.mark.parametrize("process_of", [[0], [0, 0], [0, 0, 0], *PROCESSES], ids=str)
