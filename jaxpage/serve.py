@@ -101,8 +101,9 @@ def _leads(args: EngineArgs) -> bool:
 
 def serve(engine: Any, listener: socket.socket, options: argparse.Namespace) -> None:
     """Serves ``engine`` on the bound socket ``listener`` until a signal ends it."""
+    from jaxpage.engine.settling import settle
     from jaxpage.server.app import create_app
-    from jaxpage.server.lifecycle import DrainingServer, server_config, settle
+    from jaxpage.server.lifecycle import DrainingServer, server_config
 
     app = create_app(engine, ServerOptions.from_cli_args(options))
     config = server_config(app, options)

@@ -76,6 +76,7 @@ def write_tiny_model(directory: Path, tokenizer: str) -> None:
 def measure(args: EngineArgs, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of the result: the medians of the rounds."""
     from jaxpage.engine.front import Engine
+    from jaxpage.engine.settling import settle
 
     engine = Engine(dataclasses.replace(args, data_parallel_size=1, data_parallel_backend="thread"))
     is_shared = args.data_parallel_size == 1 and args.data_parallel_backend == "thread"
@@ -86,6 +87,7 @@ def measure(args: EngineArgs, options: argparse.Namespace) -> list[dict[str, Any
     with contextlib.ExitStack() as stack:
         clients = stack.enter_context(concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn))
         serving = _serving_again_and_again(engine) if is_shared else stack.enter_context(_serving_others(args))
+        settle()
         run_alone(engine, options.streams, options.max_tokens)  # warms up
         for number in range(options.rounds):
             alone_s.append(run_alone(engine, options.streams, options.max_tokens))
@@ -181,12 +183,10 @@ def serving(outer: Any) -> Iterator[tuple[Any, stream_clients.Address]]:
 
     from jaxpage.server.app import create_app
     from jaxpage.server.connections import BoundedProtocol
-    from jaxpage.server.lifecycle import settle
 
     app = create_app(outer)
     config = uvicorn.Config(app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, backlog=4096)
     server = uvicorn.Server(config)
-    settle()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

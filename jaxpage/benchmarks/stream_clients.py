@@ -13,6 +13,8 @@ from typing import Any
 
 END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 """What the answer to a stream ends with, its chunked framing included."""
+RECEIVE_BYTES = 65536
+"""Room for what has come meanwhile. Much more of it, and getting memory for it would cost more than all the rest."""
 Address = tuple[str, int]
 
 
@@ -47,7 +49,7 @@ def read_streams(address: Address, bodies: list[dict[str, Any]]) -> dict[str, fl
         while tails:
             for key, _ in selector.select():
                 client: Any = key.fileobj
-                data = client.recv(262144)
+                data = client.recv(RECEIVE_BYTES)
                 num_bytes += len(data)
                 num_frames += data.count(b"data: ")
                 tail = tails[client] = (tails[client] + data)[-len(END) :]

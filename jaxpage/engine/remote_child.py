@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import os
 import signal
@@ -38,18 +37,19 @@ from typing import Any
 import jax
 
 from jaxpage.console import NoTerminal
-from jaxpage.engine.delivery import Bag, Item, Letters, is_last, joined
+from jaxpage.engine.delivery import LOOP_SHARE, Bag, Item, Letters, is_last, joined
 from jaxpage.engine.front import Engine
 from jaxpage.engine.local import LocalEngine
 from jaxpage.engine.replica import Job
 from jaxpage.engine.rows import error_row, numbers_row, output_row
+from jaxpage.engine.settling import settle
 from jaxpage.engine.wire import Connection, encode
 from jaxpage.errors import EngineDeadError, StartupError
 from jaxpage.params import RequestOutputKind, SamplingParams
 
 READER_SHARE = 0.5
 """Share of a processor that the other process may take for outputs before these wait for each other. It does not slow
-down the engine as an event loop in the same process does."""
+down the engine as an event loop in the same process does, unless the engine computes on processors, too."""
 LOG_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 """What every record has; the rest came with the call as its ``extra``."""
 NUMBERS_INTERVAL_S = 0.1
@@ -92,12 +92,18 @@ class Addressee:
 class RemoteMail:
     """Takes the outputs of the engine's thread to the other process."""
 
-    def __init__(self, connection: Connection, numbers: Callable[[], list[Any]], ended: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        numbers: Callable[[], list[Any]],
+        ended: Callable[[int], None],
+        reader_share: float,
+    ) -> None:
         """``numbers`` gives the row of the metrics; ``ended`` is told the keys of requests that are over."""
         self._connection = connection
         self._numbers = numbers
         self._ended = ended
-        self._bag = Bag(self._send, READER_SHARE)
+        self._bag = Bag(self._send, reader_share)
         self.handed_out = self._bag.handed_out
 
     def put(self, recipient: Addressee, item: Item) -> None:
@@ -167,11 +173,12 @@ class RemoteChild:
 
     def _serve(self, engine: Engine) -> None:
         metrics = engine.metrics
-        self._mail = RemoteMail(self._connection, lambda: numbers_row(metrics.read()), self._forget)
+        platform = jax.local_devices()[0].platform
+        reader_share = LOOP_SHARE if platform == "cpu" else READER_SHARE
+        self._mail = RemoteMail(self._connection, lambda: numbers_row(metrics.read()), self._forget, reader_share)
         self._engine = LocalEngine(engine, self._mail, self._ended.set)
-        gc.collect()
-        gc.freeze()  # what is there to stay need not be looked at again: that takes long enough to delay a step
-        self._connection.post(["ready", engine.facts, metrics.cache, jax.local_devices()[0].platform])
+        settle()
+        self._connection.post(["ready", engine.facts, metrics.cache, platform])
         sent = b""
         while not self._ended.wait(NUMBERS_INTERVAL_S):
             row = numbers_row(metrics.read())

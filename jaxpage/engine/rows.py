@@ -21,6 +21,7 @@ ERRORS: dict[str, type[Exception]] = {
     "OSError": OSError,
 }
 """Errors that stay what they are; others become RuntimeError."""
+_METRICS = [field.name for field in dataclasses.fields(RequestMetrics)]
 
 
 def output_row(output: RequestOutput | EmbeddingOutput) -> Row:
@@ -33,7 +34,7 @@ def output_row(output: RequestOutput | EmbeddingOutput) -> Row:
         output.finished,
         output.num_cached_tokens,
         None if scores is None else [_score_row(entry) for entry in scores],
-        metrics and [getattr(metrics, field.name) for field in dataclasses.fields(metrics)],
+        metrics and [getattr(metrics, name) for name in _METRICS],
     ]
 
 

@@ -77,7 +77,7 @@ async def _generate(
     generation = Generation(server.engine, prompts, wanted, ticket, http.state.request_id, trace)
     shape = answer_format(server.engine.tokenizer, wanted, model, http.state.request_id)
     if wanted.stream:
-        return EventStream(_events(generation, shape), server.options.sse_keep_alive_interval)
+        return EventStream(_events(generation, shape), shape.envelope, server.options.sse_keep_alive_interval)
     choices = await while_connected(http.receive, generation.choices())
     # Score lists may be large; a short answer is not worth a thread.
     if wanted.num_logprobs is None and wanted.num_prompt_logprobs is None:

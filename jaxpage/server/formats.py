@@ -20,6 +20,9 @@ class CompletionFormat:
     Args:
         model: the name clients know the model by.
         request_id: becomes part of ``id``.
+
+    Attributes:
+        envelope: what every object of the answer begins with.
     """
 
     id_prefix = "cmpl-"
@@ -46,12 +49,12 @@ class CompletionFormat:
         return self.envelope | {"choices": choices, "usage": generation.usage()}
 
     def chunks(self, generation: Generation, piece: Piece) -> list[dict[str, Any]]:
-        """The stream's objects for one piece."""
+        """The stream's objects for one piece, without the envelope."""
         return [self.chunk(generation, piece, self.choice(piece))]
 
     def usage_chunk(self, generation: Generation) -> dict[str, Any]:
-        """The object that ends a stream with include_usage."""
-        return self.envelope | {"choices": [], "usage": generation.usage()}
+        """The object that ends a stream with include_usage, without the envelope."""
+        return {"choices": [], "usage": generation.usage()}
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """A choice, whole or in part."""
@@ -69,9 +72,11 @@ class CompletionFormat:
         return choice
 
     def chunk(self, generation: Generation, piece: Piece, choice: dict[str, Any], **extra: Any) -> dict[str, Any]:
-        """An object of the stream around one choice."""
-        usage = {"usage": generation.usage_at(piece)} if self.request.continuous_usage else {}
-        return self.envelope | {"choices": [choice]} | extra | usage
+        """An object of the stream around one choice, without the envelope."""
+        chunk = {"choices": [choice], **extra}
+        if self.request.continuous_usage:
+            chunk["usage"] = generation.usage_at(piece)
+        return chunk
 
     def prompt_logprobs(self, generation: Generation, piece: Piece) -> list[dict[str, Any] | None] | None:
         """The scores of the prompt that ``piece`` belongs to, as far as they were asked for."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from jaxpage.params import TokensPrompt
@@ -20,8 +20,8 @@ from jaxpage.server.prompts import PreparedPrompt
 from jaxpage.server.protocol import GenerationRequest
 from jaxpage.server.tracing import CallTrace
 
-QUEUED_OUTPUTS = 64
-"""Outputs of several prompts that may wait for a slow client; beyond it the engine's own streams wait."""
+QUEUED_PIECES = 64
+"""Pieces of several prompts that may wait for a slow client; beyond it the engine's own streams wait."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,31 +89,18 @@ class Generation:
         self._ticket = ticket
         self._request_id = request_id
         self._trace = trace
-        self._unfinished = set(range(len(prompts)))
         self._is_waiting = [True] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)
         self._num_completion_tokens: dict[int, int] = {}
 
-    async def pieces(self) -> AsyncGenerator[Piece]:
+    def pieces(self) -> AsyncGenerator[Piece]:
         """Pieces of all choices as they come. Closing the generator aborts what still runs.
 
         Raises:
             GenerationError: if the engine ended a sample without a result.
         """
-        waiting: dict[int, list[RequestOutput]] = {}
-        streams = [self._start(prompt) for prompt in self.prompts]
-        async with self._traced(), contextlib.aclosing(_merged(streams)) as outputs:
-            async for number, output in outputs:
-                self._note_counts(number, output)
-                waiting.setdefault(number, []).append(output)
-                # The first piece of every choice may need the prompt's scores, which come with one of the samples.
-                if self._lacks_prompt_scores(number) and not output.finished:
-                    continue
-                for ready in waiting.pop(number):
-                    for sample in ready.outputs:
-                        yield self._piece(number, sample)
-                if output.finished:
-                    self._note_end(number, output)
+        streams = [self._pieces_of(number) for number in range(len(self.prompts))]
+        return streams[0] if len(streams) == 1 else _merged(streams)
 
     async def choices(self) -> list[Piece]:
         """Every choice whole, sorted by index."""
@@ -136,6 +123,29 @@ class Generation:
         cached = self._num_cached_tokens[piece.index // self.request.num_choices]
         return _usage(len(piece.prompt.token_ids), piece.num_completion_tokens, cached)
 
+    async def _pieces_of(self, number: int) -> AsyncGenerator[Piece]:
+        """Pieces of one prompt's choices. A prompt that is given up gets its span, too."""
+        waiting: list[RequestOutput] = []
+        is_over = False
+        try:
+            async with contextlib.aclosing(self._start(self.prompts[number])) as outputs:
+                async for output in outputs:
+                    self._note_counts(number, output)
+                    waiting.append(output)
+                    # The first piece of every choice may need the prompt's scores, which come with one of the samples.
+                    if self._lacks_prompt_scores(number) and not output.finished:
+                        continue
+                    for ready in waiting:
+                        for sample in ready.outputs:
+                            yield self._piece(number, sample)
+                    waiting.clear()
+                    if output.finished:
+                        is_over = True
+                        self._note_end(number, output)
+        finally:
+            if self._trace is not None and not is_over:
+                self._trace.cut(len(self.prompts[number].token_ids))
+
     def _note_counts(self, number: int, output: RequestOutput) -> None:
         if self._is_waiting[number]:
             self._is_waiting[number] = False
@@ -145,18 +155,7 @@ class Generation:
         if output.num_cached_tokens is not None:
             self._num_cached_tokens[number] = max(output.num_cached_tokens, 0)
 
-    @contextlib.asynccontextmanager
-    async def _traced(self) -> AsyncGenerator[None]:
-        """Prompts that are given up get their spans, too."""
-        try:
-            yield
-        finally:
-            if self._trace is not None:
-                for number in self._unfinished:
-                    self._trace.cut(len(self.prompts[number].token_ids))
-
     def _note_end(self, number: int, output: RequestOutput) -> None:
-        self._unfinished.discard(number)
         if self._trace is not None:
             first = number * self.request.num_choices
             indices = range(first, first + self.request.num_choices)
@@ -228,8 +227,12 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> di
     }
 
 
-async def coalesced(pieces: AsyncIterator[Piece], interval: int) -> AsyncGenerator[Piece]:
+def coalesced(pieces: AsyncGenerator[Piece], interval: int) -> AsyncGenerator[Piece]:
     """Joins pieces of a choice until they hold ``interval`` tokens; its first and last pieces never wait."""
+    return pieces if interval == 1 else _coalesced(pieces, interval)
+
+
+async def _coalesced(pieces: AsyncGenerator[Piece], interval: int) -> AsyncGenerator[Piece]:
     waiting: dict[int, Piece] = {}
     async for piece in pieces:
         held = waiting.pop(piece.index, None)
@@ -242,36 +245,31 @@ async def coalesced(pieces: AsyncIterator[Piece], interval: int) -> AsyncGenerat
             waiting[piece.index] = piece
 
 
-async def _merged(streams: list[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """The outputs of all ``streams`` with their numbers, as they come; the first error ends all."""
-    if len(streams) == 1:
-        async with contextlib.aclosing(streams[0]):
-            async for output in streams[0]:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(QUEUED_OUTPUTS)
+async def _merged(streams: list[AsyncGenerator[Piece]]) -> AsyncGenerator[Piece]:
+    """The pieces of all ``streams`` as they come; the first error ends all."""
+    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(QUEUED_PIECES)
 
-    async def pump(number: int, stream: AsyncGenerator[RequestOutput]) -> None:
+    async def pump(stream: AsyncGenerator[Piece]) -> None:
         end = None
         try:
             async with contextlib.aclosing(stream):
-                async for output in stream:
-                    await queue.put((number, output))
+                async for piece in stream:
+                    await queue.put(piece)
         except Exception as error:
             end = error
-        await queue.put((number, end))
+        await queue.put(end)
 
-    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    pumps = [asyncio.create_task(pump(stream)) for stream in streams]
     num_open = len(streams)
     try:
         while num_open:
-            number, news = await queue.get()
+            news = await queue.get()
             if isinstance(news, Exception):
                 raise news
             if news is None:
                 num_open -= 1
             else:
-                yield number, news
+                yield news
     finally:
         for task in pumps:
             task.cancel()

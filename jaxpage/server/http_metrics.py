@@ -46,6 +46,8 @@ class CallObserver:
             await self._app(scope, receive, send)
             return
         started_s, status = time.monotonic(), CLIENT_GONE
+        # All layers look at the start of an answer alone; the pieces of a stream need not pass them one by one.
+        scope.setdefault("state", {})["send_body"] = send
 
         async def watched_send(message: Message) -> None:
             nonlocal status

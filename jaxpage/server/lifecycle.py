@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import socket
 import time
 from types import FrameType
@@ -23,15 +22,6 @@ ABORT_GRACE_S = 2
 """Time that requests which were cut off get to send their last bytes."""
 KEEP_ALIVE_S = 60
 """Time that an idle connection stays open."""
-
-
-def settle() -> None:
-    """To be called once all is loaded: garbage collection need not look again at what is there to stay.
-
-    That is a million objects or so, and a collection that looks at them stops engine and event loop for half a second.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def server_config(app: Any, options: argparse.Namespace) -> uvicorn.Config:

@@ -23,9 +23,9 @@ Result = TypeVar("Result")
 SendPiece = Callable[[bytes], Awaitable[None]]
 
 
-def frame(value: dict[str, Any]) -> bytes:
-    """``value`` as one event. Only printable ASCII remains, so no splitter of lines can break it."""
-    return b"data: " + _encode(value).replace("\x7f", "\\u007f").encode("ascii") + b"\n\n"
+def _text(value: dict[str, Any]) -> str:
+    """JSON of printable ASCII only, so that no splitter of lines can break it."""
+    return _encode(value).replace("\x7f", "\\u007f")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -34,27 +34,34 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
     Raises:
         ClientGoneError: if the client was gone first.
     """
-    working = asyncio.current_task()
-    assert working is not None, "the server runs calls in tasks"
-    is_gone = False
+    watching = asyncio.current_task()
+    assert watching is not None, "the server runs calls in tasks"
+    is_watching, is_done = True, False
 
-    async def watch() -> None:
-        nonlocal is_gone
+    def stop_watching(working: asyncio.Task[Result]) -> None:
+        nonlocal is_done
+        is_done = True
+        if is_watching:
+            watching.cancel()
+
+    # Of the two tasks it is the new one that works, since it wakes up for every token: between it and the event loop
+    # there are none of the layers that the call came through.
+    working = asyncio.ensure_future(work)
+    working.add_done_callback(stop_watching)
+    try:
         while (await receive())["type"] != "http.disconnect":
             pass
-        is_gone = True
-        working.cancel()
-
-    # One task beside this one: a call's own costs of tasks and rounds of the loop are among its largest.
-    watching = asyncio.ensure_future(watch())
-    try:
-        return await work
     except asyncio.CancelledError:
-        if is_gone and working.uncancel() == 0:  # else somebody cancelled the whole call, too
-            raise ClientGoneError from None
-        raise
+        if not is_done or watching.uncancel() > 0:  # somebody cancelled the whole call
+            raise
     finally:
-        watching.cancel()
+        is_watching = False
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+    if working.cancelled():
+        raise ClientGoneError
+    return working.result()
 
 
 class EventStream:
@@ -64,18 +71,25 @@ class EventStream:
     as an object of the stream.
 
     Args:
+        envelope: fields that each object begins with, before those that its event has.
         keep_alive_s: silence after which a comment line is sent, for proxies that close silent connections.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any]], keep_alive_s: float | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any]],
+        envelope: dict[str, Any] | None = None,
+        keep_alive_s: float | None = None,
+    ) -> None:
         self._events = events
+        self._head = b"data: " + (_text(envelope)[:-1] + "," if envelope else "{").encode()
         self._keep_alive_s = keep_alive_s
         self._last_sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await while_connected(receive, self._send_all(send))
+        await while_connected(receive, self._send_all(scope["state"]["send_body"]))
 
     async def _send_all(self, send: Send) -> None:
         async def send_piece(data: bytes, more: bool = True) -> None:
@@ -99,11 +113,11 @@ class EventStream:
         async with contextlib.aclosing(self._events) as events:
             try:
                 async for event in events:
-                    await send_piece(frame(event))
+                    await send_piece(self._head + _text(event)[1:].encode() + b"\n\n")
             except ClientGoneError:
                 raise
             except Exception as error:
-                await send_piece(frame(error_body(to_api_error(error))))
+                await send_piece(b"data: " + _text(error_body(to_api_error(error))).encode() + b"\n\n")
 
     async def _keep_awake(self, send_piece: SendPiece, interval_s: float) -> None:
         self._last_sent_s = time.monotonic()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 
 import pytest
 
 from jaxpage.engine import delivery
 from jaxpage.engine.delivery import Outbox, Stream, joined
-from jaxpage.request import CompletionOutput, Logprob, RequestOutput
+from jaxpage.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
 def delta(text: str, index: int = 0, finish_reason: str | None = None) -> RequestOutput:
@@ -37,6 +38,16 @@ def test_joined_outputs_hold_all_that_was_in_them() -> None:
     assert (other.index, other.text, other.finish_reason) == (1, "x", None)
     assert first.outputs[0].text == "ab", "what was joined is left as it was"
     assert joined([first]) is first
+
+
+def test_joined_outputs_lose_no_field_of_the_last_one() -> None:
+    sample = CompletionOutput(0, "b", [98], -2.0, [{98: Logprob(-1.0)}], "stop", 98, [1], 0.5)
+    last = RequestOutput("r", "text", [1], [sample], True, [None], 3, RequestMetrics(1.0))
+    for value in (sample, last):
+        assert all(getattr(value, field.name) is not None for field in dataclasses.fields(value))
+    nothing = CompletionOutput(0, "", [], logprobs=[])
+    whole = joined([RequestOutput("r", "text", [1], [nothing], False), last])
+    assert whole == last
 
 
 @pytest.mark.parametrize("are_deltas", [True, False])
@@ -99,7 +110,7 @@ def test_cancelled_readers_can_read_again() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await stream.take()
-        stream.receive(delta("a"))
+        stream.receive([delta("a")])
         assert [output.outputs[0].text for output in await stream.take()] == ["a"]
 
     asyncio.run(read())

@@ -37,6 +37,7 @@ async def test_str_1a_envelope_is_constant_and_distinct(api, path):
         envelopes = {(c["id"], c["object"], c["created"], c["model"]) for c in events(response.text)}
         assert len(envelopes) == 1
         (envelope,) = envelopes
+        assert all(list(chunk)[:4] == ["id", "object", "created", "model"] for chunk in events(response.text))
         assert response.headers["x-request-id"] in envelope[0]
         assert given is None or given in envelope[0]
         seen.add(envelope[0])
