@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpage.config import EngineArgs
-from jaxpage.engine.data_parallel import EngineGroup, open_engines
 from jaxpage.engine.delivery import Stream
 from jaxpage.engine.intake import Params, Prompt, salt_of
-from jaxpage.engine.replica import Job, Replica
+from jaxpage.engine.replicas.data_parallel import EngineGroup, open_engines
+from jaxpage.engine.replicas.replica import Job, Replica
 from jaxpage.errors import EngineDeadError, ParameterError, shown
 from jaxpage.metrics import EngineMetrics
 from jaxpage.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams

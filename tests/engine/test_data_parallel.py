@@ -16,7 +16,7 @@ import pytest
 from replicas import SMALL, collect, params
 
 from jaxpage import LLM, AsyncLLMEngine, BeamSearchParams, RequestOutput, RequestOutputKind
-from jaxpage.engine import remote
+from jaxpage.engine.replicas import remote
 from jaxpage.errors import ParameterError
 from jaxpage.params import StructuredOutputsParams
 

@@ -18,7 +18,7 @@ from api_client import Api
 from replicas import SMALL, collect, is_running, params, pids, wait_for
 
 from jaxpage import AsyncEngineArgs, AsyncLLMEngine
-from jaxpage.engine import supervision
+from jaxpage.engine.replicas import supervision
 from jaxpage.errors import EngineDeadError, ParameterError
 
 Draw = Callable[..., list[int]]

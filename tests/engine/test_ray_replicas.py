@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jaxpage import LLM, AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingParams
-from jaxpage.engine import ray_replica
-from jaxpage.engine.remote import RemoteEngine
+from jaxpage.engine.replicas import ray_replica
+from jaxpage.engine.replicas.remote import RemoteEngine
 from jaxpage.errors import EngineDeadError, ParameterError, StartupError
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.engine.devices import split_devices, visibility
-from jaxpage.engine.routing import MAX_LOAD_DISTANCE, Router
+from jaxpage.engine.replicas.devices import split_devices, visibility
+from jaxpage.engine.replicas.routing import MAX_LOAD_DISTANCE, Router
 from jaxpage.errors import StartupError
 
 BLOCK = 4

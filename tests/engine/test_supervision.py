@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jaxpage import AsyncLLMEngine, SamplingParams
-from jaxpage.engine import supervision
-from jaxpage.engine.data_parallel import EngineGroup
 from jaxpage.engine.delivery import hand_out
-from jaxpage.engine.replica import Job, dead
-from jaxpage.engine.routing import Router
-from jaxpage.engine.supervision import Supervisor
+from jaxpage.engine.replicas import supervision
+from jaxpage.engine.replicas.data_parallel import EngineGroup
+from jaxpage.engine.replicas.replica import Job, dead
+from jaxpage.engine.replicas.routing import Router
+from jaxpage.engine.replicas.supervision import Supervisor
 from jaxpage.errors import EngineDeadError, StartupError
 from jaxpage.metrics import EngineMetrics
 from jaxpage.request import CompletionOutput, RequestOutput

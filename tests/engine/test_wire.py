@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxpage import AsyncEngineArgs, BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
-from jaxpage.engine.rows import error_of, error_row, is_error, numbers_of, numbers_row, output_of, output_row
-from jaxpage.engine.wire import Connection, decode, encode
+from jaxpage.engine.replicas.rows import error_of, error_row, is_error, numbers_of, numbers_row, output_of, output_row
+from jaxpage.engine.replicas.wire import Connection, decode, encode
 from jaxpage.errors import EngineDeadError, ParameterError, StartupError
 from jaxpage.metrics.engine_metrics import EngineMetrics, last_of, summed
 from jaxpage.params import StructuredOutputsParams

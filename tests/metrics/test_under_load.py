@@ -14,7 +14,7 @@ import pytest
 from scrapes import Scrape, by_label, check_idle
 
 from jaxpage import AsyncLLMEngine
-from jaxpage.engine import local
+from jaxpage.engine.replicas import local
 
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 from api_client import Api

@@ -39,11 +39,11 @@ import jax
 from jaxpage.console import NoTerminal
 from jaxpage.engine.delivery import LOOP_SHARE, Bag, Item, Letters, is_last, joined
 from jaxpage.engine.front import Engine
-from jaxpage.engine.local import LocalEngine
-from jaxpage.engine.replica import Job
-from jaxpage.engine.rows import error_row, numbers_row, output_row
+from jaxpage.engine.replicas.local import LocalEngine
+from jaxpage.engine.replicas.replica import Job
+from jaxpage.engine.replicas.rows import error_row, numbers_row, output_row
+from jaxpage.engine.replicas.wire import Connection, encode
 from jaxpage.engine.settling import settle
-from jaxpage.engine.wire import Connection, encode
 from jaxpage.errors import EngineDeadError, StartupError
 from jaxpage.params import RequestOutputKind, SamplingParams
 

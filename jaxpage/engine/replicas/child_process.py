@@ -13,9 +13,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from jaxpage.engine.wire import Connection
+from jaxpage.engine.replicas.wire import Connection
 
-PROGRAM = "from jaxpage.engine.remote_child import main; main({descriptor})"
+PROGRAM = "from jaxpage.engine.replicas.remote_child import main; main({descriptor})"
 
 
 class ChildProcess:

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from jaxpage.config import EngineArgs
 from jaxpage.console import NoTerminal
-from jaxpage.engine.child_process import ChildProcess
-from jaxpage.engine.devices import split_devices, visibility
 from jaxpage.engine.intake import Intake, Params
-from jaxpage.engine.remote import Peer, RemoteEngine
-from jaxpage.engine.replica import KV_CACHE_STATS, SNAPSHOT, Replica, dead
-from jaxpage.engine.routing import Router
-from jaxpage.engine.sums import summed_cache_stats, summed_snapshots
-from jaxpage.engine.supervision import Supervisor
+from jaxpage.engine.replicas.child_process import ChildProcess
+from jaxpage.engine.replicas.devices import split_devices, visibility
+from jaxpage.engine.replicas.remote import Peer, RemoteEngine
+from jaxpage.engine.replicas.replica import KV_CACHE_STATS, SNAPSHOT, Replica, dead
+from jaxpage.engine.replicas.routing import Router
+from jaxpage.engine.replicas.sums import summed_cache_stats, summed_snapshots
+from jaxpage.engine.replicas.supervision import Supervisor
 from jaxpage.engine.tokenizer_source import load_tokenizer
 from jaxpage.errors import EngineDeadError
 from jaxpage.kv.manager import KVCacheStats
@@ -79,7 +79,7 @@ class EngineGroup:
     @classmethod
     def of_one(cls, engine: Engine) -> EngineGroup:
         """A loaded engine, in a thread of this process."""
-        from jaxpage.engine.local import LocalEngine
+        from jaxpage.engine.replicas.local import LocalEngine
 
         local = LocalEngine(engine)
         return cls(engine.args, engine.intake, [local], _router(1, engine.intake), local.shutdown)
@@ -228,7 +228,7 @@ def _in_threads(args: EngineArgs) -> EngineGroup:
 
     from jaxpage.engine.build import configure_jax
     from jaxpage.engine.front import Engine
-    from jaxpage.engine.local import LocalEngine
+    from jaxpage.engine.replicas.local import LocalEngine
 
     configure_jax(args)
     own_args = dataclasses.replace(args, data_parallel_size=1, disable_log_stats=True)
@@ -300,7 +300,7 @@ def _in_processes(args: EngineArgs) -> EngineGroup:
 def _peers(args: EngineArgs, own_args: EngineArgs) -> Callable[[int], Peer]:
     """What starts the process, or processes, of an engine, given its number."""
     if args.data_parallel_backend == "ray":
-        from jaxpage.engine.ray_replica import RayCluster, RayProcesses
+        from jaxpage.engine.replicas.ray_replica import RayCluster, RayProcesses
 
         cluster = RayCluster(own_args, args.num_processes or 1)
         return lambda number: RayProcesses(cluster)

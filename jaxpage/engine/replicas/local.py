@@ -19,7 +19,7 @@ from jaxpage.engine.delivery import MAX_UNREAD_OUTPUTS, Mail, Outbox, Recipient
 from jaxpage.engine.facts import EngineFacts
 from jaxpage.engine.front import Engine, Output
 from jaxpage.engine.profiling import Profiler
-from jaxpage.engine.replica import KV_CACHE_STATS, SNAPSHOT, Job, dead
+from jaxpage.engine.replicas.replica import KV_CACHE_STATS, SNAPSHOT, Job, dead
 from jaxpage.errors import EngineDeadError
 from jaxpage.metrics import EngineMetrics, StatusLine
 from jaxpage.parallel.hosts import LostHostError

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from jaxpage.config import EngineArgs
 from jaxpage.console import show_log
-from jaxpage.engine.devices import visibility
-from jaxpage.engine.wire import Connection
+from jaxpage.engine.replicas.devices import visibility
+from jaxpage.engine.replicas.wire import Connection
 from jaxpage.parallel.cluster import COUNTS, TPU_HOSTS
 
 CALL_TIMEOUT_S = 60.0
@@ -59,7 +59,7 @@ class Host:
         connection = Connection(_answered(self._listener, secret))
         _settle_in(num_devices, part)
         # Imported once the variables are set that jax and the devices' libraries read.
-        from jaxpage.engine.remote_child import RemoteChild
+        from jaxpage.engine.replicas.remote_child import RemoteChild
 
         # Ray ends the process when its program is gone, so that an end of the connection need not do it.
         RemoteChild(connection, end=lambda code: connection.close()).serve()

@@ -16,8 +16,8 @@ import time
 from typing import Any, cast
 
 from jaxpage.config import EngineArgs
-from jaxpage.engine.ray_host import SECRET_BYTES, Host, Part, Place, call
-from jaxpage.engine.wire import Connection
+from jaxpage.engine.replicas.ray_host import SECRET_BYTES, Host, Part, Place, call
+from jaxpage.engine.replicas.wire import Connection
 from jaxpage.errors import StartupError
 
 logger = logging.getLogger("jaxpage")

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxpage.engine.remote import RemoteEngine
+from jaxpage.engine.replicas.remote import RemoteEngine
 from jaxpage.errors import StartupError
 from jaxpage.metrics import EngineMetrics
 

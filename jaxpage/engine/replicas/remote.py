@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from jaxpage.config import EngineArgs
 from jaxpage.engine.delivery import MAX_UNREAD_OUTPUTS, Item, Letters, Stream, hand_out, is_last
 from jaxpage.engine.facts import EngineFacts
-from jaxpage.engine.replica import Job, dead
-from jaxpage.engine.rows import Row, error_of, is_error, numbers_of, output_of
-from jaxpage.engine.wire import Connection
+from jaxpage.engine.replicas.replica import Job, dead
+from jaxpage.engine.replicas.rows import Row, error_of, is_error, numbers_of, output_of
+from jaxpage.engine.replicas.wire import Connection
 from jaxpage.errors import ParameterError, StartupError
 from jaxpage.metrics import CacheInfo, EngineMetrics
 from jaxpage.metrics.engine_metrics import last_of, summed
