@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpage.config import AsyncEngineArgs, EngineArgs
+from jaxpage.config import AsyncEngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
 from jaxpage.console import fail, show_log
 from jaxpage.errors import ParameterError, StartupError
@@ -61,8 +61,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.serve
     try:
         # Ray starts the processes of its engines itself.
         is_one_of_several = engine_args.data_parallel_backend != "ray" and joins_others(engine_args)
-        if is_one_of_several and not _leads(engine_args):
-            return 0
+        if is_one_of_several:
+            from jaxpage.engine.build import lead_or_follow  # needs jax, which --help and wrong options should not
+
+            if not lead_or_follow(engine_args):
+                return 0
     except (ValueError, OSError, StartupError) as error:
         return fail(error, options)
     with contextlib.ExitStack() as resources:
@@ -86,17 +89,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.serve
         finally:
             engine.shutdown()
     return 0
-
-
-def _leads(args: EngineArgs) -> bool:
-    """True in the first process of an engine; in any other, False once that engine has ended."""
-    # Imported late, so that --help and wrong options need no jax.
-    from jaxpage.engine.build import follow_leader, join_hosts
-
-    if join_hosts(args):
-        return True
-    follow_leader(args)
-    return False
 
 
 def serve(engine: Any, listener: socket.socket, options: argparse.Namespace) -> None:

@@ -76,6 +76,7 @@ HOST_MODULES = (
     "jaxpage.checks",
     "jaxpage.params",
     "jaxpage.parallel.cluster",
+    "jaxpage.parallel.meeting",
     "jaxpage.engine.async_engine",
     "jaxpage.engine.replicas.data_parallel",
     "jaxpage.engine.replicas.ray_replica",

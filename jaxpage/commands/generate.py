@@ -22,6 +22,7 @@ from jaxpage.config import AsyncEngineArgs
 from jaxpage.config_file import add_config_flag, expand_config
 from jaxpage.console import check_text, fail, read_input_as_utf8, show_log
 from jaxpage.errors import EngineDeadError, ParameterError, StartupError
+from jaxpage.parallel.cluster import joins_others
 from jaxpage.params import TextPrompt, TokensPrompt
 
 
@@ -70,7 +71,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.gener
     try:
         # Imported late, so that --help and wrong options need no jax.
         from jaxpage.engine.async_engine import AsyncLLMEngine
+        from jaxpage.engine.build import lead_or_follow
 
+        is_one_of_several = engine_args.data_parallel_backend != "ray" and joins_others(engine_args)
+        if is_one_of_several and not lead_or_follow(engine_args):
+            return 0
         engine = AsyncLLMEngine.from_engine_args(engine_args)
         try:
             asyncio.run(answer(engine, options))

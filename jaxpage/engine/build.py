@@ -27,10 +27,10 @@ from jaxpage.models.decoder import Params
 from jaxpage.models.registry import build_config
 from jaxpage.models.weight_map import ParamSpec, repeat_kv_heads
 from jaxpage.parallel.cluster import joins_others
-from jaxpage.parallel.hosts import agree_on, join
+from jaxpage.parallel.hosts import join, refuse
 from jaxpage.parallel.pipeline import Stage, split_layers, stage_specs
 from jaxpage.parallel.placement import Placement
-from jaxpage.parallel.sharding import choose_layout, kv_repeats, naming_what_was_given
+from jaxpage.parallel.sharding import choose_layout, kv_repeats, naming_what_was_given, without_effect
 from jaxpage.runner.gpu_pool import ask_for_pool, tell_of_pool
 from jaxpage.runner.group import Follower, Leader, LeadingWorker
 from jaxpage.runner.memory import gib
@@ -69,10 +69,12 @@ def build(args: EngineArgs, devices: Sequence[Device] | None = None) -> LoadedEn
     """
     started = time.monotonic()
     if not join_hosts(args):
-        raise StartupError(
+        problem = (
             f"process {jax.process_index()} of {jax.process_count()} follows: run python -m jaxpage.serve there, with "
             "the options of process 0"
         )
+        refuse(problem)
+        raise StartupError(problem)
     # One of its own comes first: nobody should load a model for a minute to learn that its tokenizer is not there.
     own_tokenizer = None if args.tokenizer is None else open_tokenizer_source(args.tokenizer).load_tokenizer()
     leader = Leader() if jax.process_count() > 1 else None
@@ -119,21 +121,28 @@ def join_hosts(args: EngineArgs) -> bool:
         StartupError: if the others are not there, or were started with other options.
     """
     is_one_of_several = jax.distributed.is_initialized() or joins_others(args)
-    num_processes = join(args.coordinator, args.num_processes, args.process_id) if is_one_of_several else 1
-    configure_jax(args, num_processes)
-    if num_processes == 1:
-        return True
-    if args.data_parallel_size > 1:
-        raise StartupError("data_parallel_size: an engine that spans several hosts is one; start others beside it")
-    own = [
+    if is_one_of_several and args.data_parallel_size > 1:
+        raise ParameterError("data_parallel_size", "engines that span several hosts are placed by data_parallel_backend ray")
+    shared = [
         f"{field.name} {getattr(args, field.name)}"
         for field in dataclasses.fields(args)
         if field.name not in OWN_OPTIONS
     ]
-    theirs = agree_on("options", "\n".join(own)).split("\n")
-    if differing := sorted(set(own) - set(theirs)):
-        raise StartupError(f"the leading host was started with another {differing[0].split()[0]} than this one's")
-    return jax.process_index() == 0
+    num_processes = join(args.coordinator, args.num_processes, args.process_id, shared) if is_one_of_several else 1
+    configure_jax(args, num_processes)
+    return num_processes == 1 or jax.process_index() == 0
+
+
+def lead_or_follow(args: EngineArgs) -> bool:
+    """True if the engine is to be built here. In a process that follows: False, when the engine has ended.
+
+    Raises:
+        ValueError, StartupError: in one line, for anything that keeps the engine from starting.
+    """
+    if join_hosts(args):
+        return True
+    follow_leader(args)
+    return False
 
 
 OWN_OPTIONS = {
@@ -205,6 +214,9 @@ def _build_device_half(args: EngineArgs, devices: Sequence[Device] | None, leade
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     model, specs, placements = place(args, model, specs, devices)
     check_first_stage([placement for _, placement in placements])
+    layout = placements[0][1].layout  # those of other stages differ by their devices only
+    for line in [] if layout is None else without_effect(layout, model, (spec.axes for spec in specs)):
+        logger.warning(line)
     with StartupProgress() as progress:
         stages = []
         for stage, placement in placements:

@@ -154,10 +154,10 @@ class EngineCore:
         self._num_faults_in_a_row += 1
         if not fault.schedule.requests or self._num_faults_in_a_row > MAX_FAULTS_IN_A_ROW:
             raise fault
-        names = ", ".join(dict.fromkeys(item.request.request_id for item in fault.schedule.requests))
-        logger.error("%s. Everything is computed again. Requests in it: %s", fault, names, exc_info=fault.__cause__)
         self.scheduler.start_over(fault.schedule)
         self.runner.start_over()
+        names = ", ".join(dict.fromkeys(item.request.request_id for item in fault.schedule.requests))
+        logger.error("%s. Everything is computed again. Requests in it: %s", fault, names, exc_info=fault.__cause__)
 
     def _check_integrity(self) -> None:
         """Checks the books of the idle engine; a large pool takes a while, so at most 1 % of the time goes here."""

@@ -13,13 +13,15 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxpage.errors import StartupError
 from jaxpage.parallel.cluster import find_launch
+from jaxpage.parallel.meeting import Attendee, bind_address, different_option, meet
 
 logger = logging.getLogger("jaxpage")
 
@@ -31,6 +33,8 @@ HELLO_BYTES = 32
 HEAD = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
 _KEY = "jaxpage/leader"
+_REFUSALS = "jaxpage/refusals"
+REFUSALS_INTERVAL_S = 1.0
 
 
 class LostHostError(Exception):
@@ -41,6 +45,7 @@ def join(
     coordinator: str | None,
     num_processes: int | None,
     process_id: int | None,
+    options: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> int:
     """Joins the other processes of this engine; gives their number. To be called before jax runs anything.
@@ -50,9 +55,11 @@ def join(
 
     Args:
         coordinator, num_processes, process_id: all or none; without them the environment's TPU pod, SLURM or MPI job.
+        options: what all must have been started with; a line each: name, blank, value.
 
     Raises:
-        StartupError: if the others are not there in time.
+        StartupError: if the others are not there in time, or were started with other options.
+        ParameterError: if the coordinator's port is taken.
     """
     if jax.distributed.is_initialized():
         return _state().num_processes
@@ -64,6 +71,9 @@ def join(
             num_processes, process_id = launch.num_processes, launch.process_id
             where = f"the {num_processes} processes that {launch.launcher} has started"
         advice = "; coordinator, num_processes and process_id say where they are, num_processes 1 that this is alone"
+    else:
+        assert num_processes is not None and process_id is not None, "they come with the coordinator"
+        meet(coordinator, Attendee(process_id, num_processes, tuple(options)), MEETING_TIMEOUT_S)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of no effect elsewhere
     try:
         jax.distributed.initialize(
@@ -73,10 +83,23 @@ def join(
             # Else jax would give each process the device of its number on the host, be there others or not.
             local_device_ids=[] if _has_all_devices(environment) else None,
             initialization_timeout=int(MEETING_TIMEOUT_S),
+            coordinator_bind_address=None if coordinator is None else bind_address(coordinator),
         )
     except (ValueError, RuntimeError) as error:
         raise StartupError(f"cannot join {where}: {_first_line(error)}{advice}") from error
+    theirs = agree_on("options", "\n".join(options)).split("\n")
+    problem = different_option(f"process {_state().process_id}", options, theirs)
+    if problem is not None:
+        refuse(problem)
+        raise StartupError(problem)
     return _state().num_processes
+
+
+def refuse(reason: str) -> None:
+    """Tells the leader, which waits for this process to call, that it will not."""
+    if jax.process_count() > 1 and jax.process_index() > 0:
+        with contextlib.suppress(RuntimeError):
+            _client().key_value_set(f"{_REFUSALS}/{jax.process_index()}", reason)
 
 
 def _has_all_devices(environment: Mapping[str, str]) -> bool:
@@ -143,13 +166,18 @@ class Followers:
         secret = secrets.token_bytes(HELLO_BYTES)
         self._lines: dict[int, Line] = {}
         with listen() as listener:
-            listener.settimeout(CONNECT_TIMEOUT_S)
+            deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+            listener.settimeout(REFUSALS_INTERVAL_S)
             _say_once(_KEY, f"{_own_address()} {listener.getsockname()[1]} {secret.hex()}")
             wanted = set(range(1, jax.process_count()))
             while wanted:
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
+                    for _, reason in _client().key_value_dir_get(f"{_REFUSALS}/"):
+                        raise StartupError(reason) from None
+                    if time.monotonic() < deadline_s:
+                        continue
                     raise StartupError(
                         f"process {min(wanted)} has not called within {CONNECT_TIMEOUT_S:.0f} s"
                     ) from None

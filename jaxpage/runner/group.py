@@ -33,6 +33,8 @@ ANSWER = struct.Struct("<qIII")
 """Of a step: call, and the digests that ``digests_of`` makes."""
 UNKNOWN = 0
 """In place of a digest that a process cannot make."""
+HEARSAY_S = 2.0
+"""From the failure of what hosts compute together to the end of the line of the one that is gone."""
 LAST_WORDS_S = 5.0
 """From the loss of a host to the end of the process, which may be stuck in a computation with that host."""
 
@@ -96,6 +98,13 @@ class Leader:
         """This process cannot go on: the others see the end of their lines, and end."""
         self._followers.close()
 
+    def explain(self, reason: str) -> str:
+        """Ends the job because of a failure here; gives the reason, or that of a host whose loss led to the failure."""
+        with self._changed:  # the end of its line may be heard of a little later
+            self._changed.wait_for(lambda: self._loss is not None, HEARSAY_S)
+        self.lose(reason)
+        return self._loss or reason
+
     def lose(self, reason: str) -> None:
         """The job is over, for this reason."""
         with self._changed:
@@ -128,8 +137,11 @@ class LeadingWorker(Worker):
         self.leader.tell(command)
         try:
             return super().obey(command)
-        except BaseException as error:  # the others wait in this step for this process
-            self.leader.lose(f"step {command.call} failed here: {error}")
+        except Exception as error:  # the others wait in this step for this process
+            reason = str(error).splitlines()[0][:200] if str(error) else repr(error)
+            raise LostHostError(self.leader.explain(f"step {command.call} failed here: {reason}")) from error
+        except BaseException:
+            self.leader.lose(f"step {command.call} was interrupted")
             raise
 
     def bring_back(self, call: int) -> None:
@@ -140,9 +152,7 @@ class LeadingWorker(Worker):
         self.leader.confirm(call, output)
 
     def start_over(self) -> None:
-        reason = "a step failed here, and what several hosts hold cannot be made anew"
-        self.leader.lose(reason)
-        raise LostHostError(reason)
+        raise LostHostError(self.leader.explain("a step failed here, and what several hosts hold cannot be made anew"))
 
     def notify_of_loss(self, callback: Callable[[str], None]) -> None:
         self.leader.on_loss = callback

@@ -99,10 +99,12 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What jax was asked to join: coordinator, processes, this one, devices."""
     asked: list[tuple[Any, ...]] = []
 
-    def initialize(*arguments: Any, local_device_ids: Any, initialization_timeout: int) -> None:
+    def initialize(*arguments: Any, local_device_ids: Any, **_: Any) -> None:
         asked.append((*arguments, local_device_ids))
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(hosts, "meet", lambda *_: None)
+    monkeypatch.setattr(hosts, "agree_on", lambda name, value: value)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     return asked
 
@@ -111,8 +113,8 @@ def test_a_process_alone_on_its_host_has_all_devices_there(joined: list[tuple[An
     several = STEP | {"SLURM_STEP_NUM_NODES": "2"}
     own = {"JAX_LOCAL_DEVICE_IDS": "1"}
     for environment in (STEP, several, STEP | own, ALONE_IN_JOB):
-        hosts.join(None, None, None, environment)
-        hosts.join("node1:80", 4, 2, environment)
+        hosts.join(None, None, None, (), environment)
+        hosts.join("node1:80", 4, 2, (), environment)
     by_slurm, by_options = joined[::2], joined[1::2]
     assert [asked[:3] for asked in by_slurm] == [(None, 4, 2)] * 3 + [(None, 1, 0)]
     assert [asked[:3] for asked in by_options] == [("node1:80", 4, 2)] * 4
@@ -123,4 +125,4 @@ def test_a_process_alone_on_its_host_has_all_devices_there(joined: list[tuple[An
 def test_who_cannot_join_learns_how_to_say_where_the_others_are() -> None:
     # jax knows Open MPI up to version 4, and nothing of other MPIs.
     with pytest.raises(StartupError, match=r"the 4 processes that MPI has started: coordinator.*; coordinator, num_pr"):
-        hosts.join(None, None, None, PMI)
+        hosts.join(None, None, None, (), PMI)

@@ -140,6 +140,9 @@ class LocalEngine:
                 if not self.engine.args.disable_log_stats and status.age_s(time.monotonic()) >= STATUS_INTERVAL_S:
                     text, figures = status.next(time.monotonic())
                     logger.info(text, extra=figures)
+        except LostHostError as error:  # what failed here says less than the loss itself
+            logger.error("the engine failed: %s", error)
+            self.failure = self.failure or error
         except BaseException as error:
             logger.exception("the engine failed")
             self.failure = self.failure or error
