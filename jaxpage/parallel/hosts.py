@@ -97,9 +97,9 @@ def join(
 
 def refuse(reason: str) -> None:
     """Tells the leader, which waits for this process to call, that it will not."""
-    if jax.process_count() > 1 and jax.process_index() > 0:
+    if jax.distributed.is_initialized():
         with contextlib.suppress(RuntimeError):
-            _client().key_value_set(f"{_REFUSALS}/{jax.process_index()}", reason)
+            _client().key_value_set(f"{_REFUSALS}/{_state().process_id}", reason)
 
 
 def _has_all_devices(environment: Mapping[str, str]) -> bool:
@@ -236,7 +236,7 @@ def agree_on(name: str, value: str) -> str:
         StartupError: if it says nothing.
     """
     key = f"jaxpage/{name}"
-    if jax.process_index() == 0:
+    if _state().process_id == 0:  # jax.process_index() would begin to use the devices
         _client().key_value_set(key, value, allow_overwrite=True)
         return value
     try:
