@@ -10,17 +10,19 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 from jaxpage.checks import check_int
 from jaxpage.config import DTYPES, QUANTIZATIONS
 from jaxpage.console import fail, flag_error
 from jaxpage.errors import ParameterError, StartupError
 from jaxpage.weights.orbax_checkpoint import MANIFEST_FILE, Manifest, OrbaxCheckpoint, find_damage
-from jaxpage.weights.source import open_checkpoint, resolve_model
+from jaxpage.weights.source import Checkpoint, open_checkpoint, resolve_model
 
 
 def build_parser(prog: str = "python -m jaxpage.checkpoint") -> argparse.ArgumentParser:
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.check
     """Runs one of the commands.
 
     Returns:
-        The exit code: 1 if it cannot be done, or for ``verify`` if there is damage; usage errors exit with 2.
+        The exit code: 1 if it cannot be done, or for ``verify`` if there is damage; 130 after Ctrl-C; usage errors
+        exit with 2.
     """
     options = build_parser(prog).parse_args(argv)
     run = {"convert": _convert, "inspect": _inspect, "verify": _verify}[options.command]
@@ -82,6 +85,15 @@ def _convert(options: argparse.Namespace) -> int:
     if options.tensor_parallel_size is not None:
         check_int("tensor_parallel_size", options.tensor_parallel_size, 1)
     checkpoint = open_checkpoint(resolve_model(options.source, options.revision))
+    with _noticed_interrupts() as raise_if_interrupted:
+        manifest = _write(checkpoint, options, raise_if_interrupted)
+    print(f"{options.target}: {_summary(manifest)}")
+    return 0
+
+
+def _write(
+    checkpoint: Checkpoint | OrbaxCheckpoint, options: argparse.Namespace, raise_if_interrupted: Callable[[], None]
+) -> Manifest:
     # Imported late, so that --help and a wrong SRC need no jax.
     import jax
 
@@ -101,14 +113,43 @@ def _convert(options: argparse.Namespace) -> int:
     source = Path(options.source)
     name = source.resolve().name if source.exists() else options.source
     target = Path(os.path.abspath(os.path.expanduser(options.target)))
-    with StartupProgress() as progress:
-        manifest = convert(checkpoint, name, target, wanted, progress)
-    print(f"{options.target}: {_summary(manifest)}")
-    return 0
+    with StartupProgress() as show:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            raise_if_interrupted()
+            show(stage, done, total)
+
+        return convert(checkpoint, name, target, wanted, progress)
+
+
+@contextlib.contextmanager
+def _noticed_interrupts() -> Iterator[Callable[[], None]]:
+    """Gives a function that raises KeyboardInterrupt once Ctrl-C was pressed; nothing else does, until the second time.
+
+    An exception that a signal handler raises is lost if it comes up inside a callback, such as that of jax for garbage
+    collections: the work would just go on. Or it cuts short the removal of what was written so far.
+    """
+    pressed = False
+
+    def notice(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            signal.default_int_handler(number, frame)
+        pressed = True
+
+    def raise_if_pressed() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, notice)
+    try:
+        yield raise_if_pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    checkpoint = _open(options.directory)
+    checkpoint = OrbaxCheckpoint(_written_here(options.directory))
     manifest = checkpoint.manifest
     rows = _array_rows(checkpoint)
     if options.json:
@@ -125,23 +166,27 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    directory = Path(os.path.expanduser(options.directory))
+    directory = _written_here(options.directory)
     faults = list(find_damage(directory))
     for fault in faults:
         fail(fault)
     if faults:
         return 1
-    manifest = _open(options.directory).manifest
+    manifest = OrbaxCheckpoint(directory).manifest
     num_bytes = sum(file.num_bytes for file in manifest.files.values())
     print(f"{options.directory}: {len(manifest.files)} files, {num_bytes:,} bytes, all as they were written")
     return 0
 
 
-def _open(directory: str) -> OrbaxCheckpoint:
+def _written_here(directory: str) -> Path:
+    """The path of a checkpoint; StartupError if it is none that jaxpage wrote."""
     path = Path(os.path.expanduser(directory))
+    if not os.path.isdir(path):
+        what = "is no directory" if os.path.exists(path) else "no such directory"
+        raise StartupError(f"{directory}: {what}")
     if not (path / MANIFEST_FILE).is_file():
         raise StartupError(f"{directory}: is no checkpoint that jaxpage wrote: it has no {MANIFEST_FILE}")
-    return OrbaxCheckpoint(path)
+    return path
 
 
 def _summary(manifest: Manifest) -> str:

@@ -32,11 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand.
 
     Returns:
-        Its exit code; 2 for an unknown one.
+        Its exit code; 2 for an unknown one, 130 after a Ctrl-C that it leaves to others.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
+    except KeyboardInterrupt:  # also while a subcommand is still imported
+        return 130
     except BrokenPipeError:
         # The reader of our output is gone; without this the interpreter would complain while flushing at exit.
         sys.stdout = None

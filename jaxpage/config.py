@@ -164,53 +164,62 @@ class EngineArgs:
             raise ParameterError("trust_remote_code", "true is not supported: code in checkpoints is never run")
 
     def _check_pipeline_layers(self) -> None:
-        if self.num_stage_layers is None or len(self.num_stage_layers) != self.pipeline_parallel_size:
+        num_layers, num_stages = self.num_stage_layers, self.pipeline_parallel_size
+        if num_layers is None or len(num_layers) != num_stages:
+            wanted = (
+                "1 number of layers" if num_stages == 1 else f"{num_stages} numbers of layers with commas between them"
+            )
             raise ParameterError(
                 "pipeline_layers",
-                f"must be {self.pipeline_parallel_size} numbers of layers with commas between them, one for each stage "
-                f"(pipeline_parallel_size), got {shown(self.pipeline_layers)}",
+                f"must be {wanted}, one for each stage (pipeline_parallel_size {num_stages}), "
+                f"got {shown(self.pipeline_layers)}",
+            )
+        if min(num_layers) < 1:
+            raise ParameterError(
+                "pipeline_layers", f"must be at least 1 layer for each stage, got {shown(self.pipeline_layers)}"
             )
 
     def _check_processes(self) -> None:
-        names = ("coordinator", "num_processes", "process_id")
         if self.data_parallel_backend == "ray":
             for name in ("coordinator", "process_id"):
                 if getattr(self, name) is not None:
                     raise ParameterError(name, "is for Ray to choose (data_parallel_backend ray)")
-            if self.num_processes is not None:
-                self._check_num_processes(self.num_processes)
-            return
-        missing = [name for name in names if getattr(self, name) is None]
-        is_alone = missing == ["coordinator", "process_id"] and self._check_num_processes(self.num_processes) == 1
-        if len(missing) == len(names) or is_alone:
-            return
-        if missing:
-            raise ParameterError(missing[0], f"must be given too: {', '.join(names)} belong together")
-        host, _, port = str(self.coordinator).rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ParameterError("coordinator", f"must be HOST:PORT, got {shown(self.coordinator)}")
-        if ":" in host and not (host.startswith("[") and host.endswith("]")):
-            raise ParameterError("coordinator", f"must have an IPv6 address in brackets, got {shown(self.coordinator)}")
-        num_processes = self._check_num_processes(self.num_processes)
-        self.process_id = check_int("process_id", self.process_id, 0, num_processes - 1)
-
-    def _check_num_processes(self, value: Any) -> int:
-        self.num_processes = check_int("num_processes", value, 1)
-        if self.num_devices % self.num_processes:
+        # Each by itself first: a number that cannot be is the fault, whatever else is missing or does not go with it.
+        if self.num_processes is not None:
+            self.num_processes = check_int("num_processes", self.num_processes, 1)
+        if self.process_id is not None:
+            last = None if self.num_processes is None else self.num_processes - 1
+            self.process_id = check_int("process_id", self.process_id, 0, last)
+        if self.coordinator is not None:
+            self._check_coordinator()
+        if self.data_parallel_backend != "ray" and self.num_processes != 1:
+            names = ("coordinator", "num_processes", "process_id")
+            missing = [name for name in names if getattr(self, name) is None]
+            if 0 < len(missing) < len(names):
+                raise ParameterError(missing[0], f"must be given too: {', '.join(names)} belong together")
+        if self.coordinator is not None and self.data_parallel_size > 1:
+            raise ParameterError(
+                "data_parallel_size", "engines that span several hosts are placed by data_parallel_backend ray"
+            )
+        if self.num_processes is not None and self.num_devices % self.num_processes:
             raise ParameterError(
                 "num_processes",
                 f"{self.num_processes} do not share {self.num_devices} devices "
                 "(tensor_parallel_size * pipeline_parallel_size) evenly",
             )
-        return self.num_processes
+
+    def _check_coordinator(self) -> None:
+        host, _, port = str(self.coordinator).rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ParameterError("coordinator", f"must be HOST:PORT, got {shown(self.coordinator)}")
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise ParameterError("coordinator", f"must have an IPv6 address in brackets, got {shown(self.coordinator)}")
 
     @property
     def num_stage_layers(self) -> list[int] | None:
-        """The numbers in ``pipeline_layers``; None if it is not given or not such numbers."""
+        """The numbers in ``pipeline_layers``; None if it is not given or not made of numbers."""
         parts = (self.pipeline_layers or "").split(",")
-        return (
-            [int(part) for part in parts] if all(re.fullmatch(r"\s*[1-9]\d{0,5}\s*", part) for part in parts) else None
-        )
+        return [int(part) for part in parts] if all(re.fullmatch(r"\s*-?\d{1,6}\s*", part) for part in parts) else None
 
     @property
     def num_devices(self) -> int:

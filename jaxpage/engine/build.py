@@ -122,7 +122,9 @@ def join_hosts(args: EngineArgs) -> bool:
     """
     is_one_of_several = jax.distributed.is_initialized() or joins_others(args)
     if is_one_of_several and args.data_parallel_size > 1:
-        raise ParameterError("data_parallel_size", "engines that span several hosts are placed by data_parallel_backend ray")
+        raise ParameterError(
+            "data_parallel_size", "engines that span several hosts are placed by data_parallel_backend ray"
+        )
     shared = [
         f"{field.name} {getattr(args, field.name)}"
         for field in dataclasses.fields(args)

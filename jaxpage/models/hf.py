@@ -133,7 +133,7 @@ class HFConfig:
             **overrides,
         }
         return ModelConfig(
-            model_type=cast(str, values.get("model_type", "")),
+            model_type=cast(str, values.get("model_type") or ""),
             vocab_size=self.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=self.integer("intermediate_size"),

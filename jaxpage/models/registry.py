@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,4 +37,7 @@ def build_config(
             f"config.json: layer_types has {len(config.layers)} entries, "
             f"num_hidden_layers is {hf_config.get('num_hidden_layers')}"
         )
+    if not config.model_type:
+        # A config need not have it; people should still be told which model it is.
+        config = dataclasses.replace(config, model_type=name)
     return config, list(param_specs(config, family.NORM_NAMES, getattr(family, "EXPERT_NAMES", QWEN_EXPERTS)))

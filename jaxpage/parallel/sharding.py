@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpage.errors import ParameterError
 from jaxpage.parallel.mesh import make_mesh, shown_sizes, submesh
-from jaxpage.parallel.table import ShardingTable, load_table
+from jaxpage.parallel.table import SPLITTING_AXES, ShardingTable, load_table
 
 __all__ = [
     "Layout",
@@ -31,6 +31,7 @@ __all__ = [
     "naming_what_was_given",
     "on_local_parts",
     "summed",
+    "without_effect",
 ]
 
 logger = logging.getLogger("jaxpage")
@@ -228,6 +229,34 @@ def kv_repeats(layout: Layout | None, model: _Model) -> int:
     The model then runs with so many copies of each KV head, see ``jaxpage.models.weight_map.repeat_kv_heads``.
     """
     return 1 if layout is None else max(1, layout.ways("kv_heads") // model.num_kv_heads)
+
+
+def without_effect(layout: Layout, model: _Model, params: Iterable[Sequence[str | None]]) -> list[str]:
+    """What of a layout does nothing for a model, in words: devices without work of their own, rules without arrays.
+
+    Args:
+        params: logical axes of each of the model's parameters.
+    """
+    table, rules = layout.table, dict(layout.table.rules)
+    params = list(params)
+    axes = {axis for param in params for axis in param if axis is not None}
+    used = {name for axis in axes for name in rules.get(axis, ())}
+    found = [
+        f"{name} splits no parameter of the model: the {size} devices along it hold and multiply the same"
+        for name, size in ((name, layout.mesh.shape[name]) for name in SPLITTING_AXES)
+        if size > 1 and name not in used
+    ]
+    if rules.get("experts"):
+        split_over = " and ".join(rules["experts"])
+        if "experts" not in axes:
+            found.append(f"experts are split over {split_over}, and the model ({model.model_type}) has none")
+        elif layout.ways("experts") == 1:
+            found.append(f"experts are split over {split_over}, which is of size 1 here: each device has all of them")
+    outside_of_experts = (axis for param in params if "experts" not in param for axis in param)
+    passing = {"kv_heads", "ffn"} & set(outside_of_experts)
+    if table.overlap and not any(layout.passes_tokens(axis, layout.ways("tokens")) for axis in passing):
+        found.append("overlap hides nothing: neither kv_heads nor ffn is split as tokens are")
+    return [f"sharding {table.name}: {reason}" for reason in found]
 
 
 def _splits_heads(layout: Layout, model: _Model) -> bool:

@@ -108,8 +108,11 @@ def load_table(name_or_path: str) -> ShardingTable:
     known = presets()
     path = known.get(name_or_path, Path(name_or_path))
     if name_or_path not in known and not path.is_file():
+        fault = (
+            "which is a directory" if path.is_dir() else "which is no file" if path.exists() else "which is not there"
+        )
         raise ParameterError(
-            "sharding", f"must be {', '.join(known)} or a YAML file, got {shown(name_or_path)}, which is not there"
+            "sharding", f"must be {', '.join(known)} or a YAML file, got {shown(name_or_path)}, {fault}"
         )
     try:
         return parse_table(yaml.load(path.read_text(encoding="utf-8"), StrictLoader))
@@ -155,6 +158,9 @@ def parse_table(content: Any) -> ShardingTable:
         raise ParameterError("sharding", f"overlap must be true or false, got {shown(overlap)}")
     if overlap and len(rules.get("tokens", ())) != 1:
         raise ParameterError("sharding", "overlap needs tokens to be split over one mesh axis, such as tokens: model")
+    if overlap and rules.get("hidden"):
+        # A product that passes tokens on would add up its device's share of the features only.
+        raise ParameterError("sharding", f"overlap needs hidden: null, got {shown(content['axes']['hidden'])}")
     return ShardingTable(name, tuple(rules.items()), tuple(sizes.items()), overlap)
 
 

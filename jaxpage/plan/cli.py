@@ -23,10 +23,11 @@ from jaxpage.parallel.table import presets
 from jaxpage.plan import compiled, readme_table, show
 from jaxpage.plan.assess import Assessment, Rate, assess
 from jaxpage.plan.holdings import plot_holdings, show_holdings
-from jaxpage.plan.models import find_values
+from jaxpage.plan.models import find_values, read_model
 from jaxpage.plan.plots import check_plots, draw_plots
-from jaxpage.plan.scenario import Scenario, make_scenario
+from jaxpage.plan.scenario import Scenario
 from jaxpage.plan.slices import Slice, find_slice
+from jaxpage.plan.splits import choose_scenario
 from jaxpage.plan.suggestions import find_suggestions
 
 ENGINE_OPTIONS = (
@@ -72,11 +73,15 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
             raise ParameterError(name, "is needed, unless --table is given")
     where, values = find_slice(options.target), find_values(options.model)
     engine = {name: getattr(options, name) for name in ENGINE_OPTIONS}
-    scenarios = _scenarios(options, engine, values, where)
     if engine["max_model_len"] is None:
-        scenarios = [
-            item.changed(max_model_len=min(DEFAULT_MAX_MODEL_LEN, item.config.max_model_len)) for item in scenarios
-        ]
+        engine["max_model_len"] = min(DEFAULT_MAX_MODEL_LEN, read_model(values)[0].max_position)
+    if options.context is not None and options.context > engine["max_model_len"]:
+        raise ParameterError(
+            "context", f"{options.context:,} is above max_model_len {engine['max_model_len']:,}, which can be raised"
+        )
+    scenarios = _scenarios(options, engine, values, where)
+    for note in dict.fromkeys(note for scenario in scenarios for note in scenario.notes):
+        print(f"jaxpage: {note}", file=sys.stderr)
     if options.show_sharding:
         for index, scenario in enumerate(scenarios):
             for text in show_holdings(scenario):
@@ -200,7 +205,7 @@ def _scenarios(
     for text in options.compare or [""]:
         changes = parse_variant(text) if text else {}
         try:
-            found.append(make_scenario(options.model, values, where, {**engine, **changes}))
+            found.append(choose_scenario(options.model, values, where, {**engine, **changes}))
         except ParameterError as error:
             if error.parameter not in changes:
                 raise

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 from jaxpage.errors import ParameterError, StartupError
 from jaxpage.plan.assess import Assessment, assess
 from jaxpage.plan.models import find_values
-from jaxpage.plan.scenario import make_scenario
 from jaxpage.plan.slices import Slice, find_slice
+from jaxpage.plan.splits import choose_scenario
 
 MODELS = (
     "llama-3.2-1b", "qwen3-4b", "gemma-3-4b", "qwen2.5-7b", "llama-3.1-8b",
@@ -47,7 +47,7 @@ def make_cell(name: str, values: Mapping[str, Any], where: Slice) -> str:
     for prefix, types in TYPES.items():
         options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": NUM_REQUESTS, **types}
         try:
-            found = assess(make_scenario(name, values, where, options), CONTEXT)
+            found = assess(choose_scenario(name, values, where, options), CONTEXT)
         except (ParameterError, StartupError):  # what has experts cannot be int4, for one
             continue
         if found.fits:
@@ -66,8 +66,9 @@ def _shown(found: Assessment) -> str:
 def explanation() -> str:
     """What the cells mean."""
     return (
-        "Of each: how the chips are used (tensor parallelism x replicas), tokens of KV cache that fit on all of them, "
-        f"and the upper bound of tokens a second that {NUM_REQUESTS} requests with {CONTEXT:,} tokens each can get. "
+        "Of each: how the chips are used (tensor parallelism x replicas, as most requests fit), tokens of KV cache "
+        "that fit on all of them, and the upper bound of tokens a second that "
+        f"{NUM_REQUESTS} requests with {CONTEXT:,} tokens each can get. "
         f"bfloat16 where nothing else is said, else with int8 weights, else with int4 weights and an int8 cache; "
         f"- where a request of max_model_len {MAX_MODEL_LEN:,} does not fit even so. Temporaries are estimates."
     )

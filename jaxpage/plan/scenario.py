@@ -19,7 +19,7 @@ from jaxpage.errors import ParameterError
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.weight_map import ParamSpec
 from jaxpage.parallel.pipeline import Stage, stage_specs
-from jaxpage.parallel.sharding import naming_what_was_given
+from jaxpage.parallel.sharding import naming_what_was_given, without_effect
 from jaxpage.plan.models import read_model
 from jaxpage.plan.slices import Slice
 from jaxpage.runner.programs import StagePrograms, device_bytes
@@ -122,6 +122,13 @@ class Scenario:
         weights = f"{config.quantization} weights, {config.dtype}" if config.quantization else config.dtype
         return weights if config.kv_cache_dtype == config.dtype else f"{weights}, KV cache {config.kv_cache_dtype}"
 
+    @property
+    def notes(self) -> list[str]:
+        """What of the sharding does nothing for the model; the engine says the same when it starts."""
+        layout = self.parts[0].programs.placement.layout
+        params = (spec.axes for part in self.parts for spec in part.specs)
+        return [] if layout is None else without_effect(layout, self.model, params)
+
     def changed(self, where: Slice | None = None, **options: Any) -> Scenario:
         """The same with other chips or options."""
         return make_scenario(self.name, self.values, where or self.where, {**vars(self.args), **options})
@@ -133,38 +140,13 @@ def make_scenario(
     """Checks options against model and chips, and lays the model out.
 
     Args:
-        options: of ``EngineArgs``. Where ``tensor_parallel_size`` is None, as many devices as heads and all else divide
-            over share a layer, and replicas take what is left over. A CPU is one device.
+        options: of ``EngineArgs``; None is as if it were not there.
         devices: of one engine, to compile for; None: stand-ins.
 
     Raises:
         ParameterError: naming the option that does not fit, with the numbers.
     """
-    options = {name: value for name, value in options.items() if value is not None}
-    if "tensor_parallel_size" in options:
-        return _make(name, values, where, options, devices)
-    shared = options.get("pipeline_parallel_size", 1) * options.get("data_parallel_size", 1)
-    available = 1 if where.is_cpu else max(1, where.num_devices // shared)
-    for size in range(available, 0, -1):
-        if available % size:
-            continue
-        chosen = {**options, "tensor_parallel_size": size}
-        chosen.setdefault("data_parallel_size", available // size)
-        try:
-            scenario = _make(name, values, where, chosen, devices)
-        except ParameterError:
-            if size == 1:
-                raise
-            continue
-        if scenario.splits_attention or size == 1 or "sharding" in options:  # which may leave attention whole
-            return scenario
-    raise AssertionError("one device is tried last")
-
-
-def _make(
-    name: str, values: Mapping[str, Any], where: Slice, options: Mapping[str, Any], devices: Sequence[Any] | None
-) -> Scenario:
-    args = EngineArgs(**options)
+    args = EngineArgs(**{name: value for name, value in options.items() if value is not None})
     wanted = args.num_devices * args.data_parallel_size
     if wanted > where.num_devices and not where.is_cpu:
         raise ParameterError(

@@ -5,6 +5,7 @@ It must not know how suggestions are shown.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from jaxpage.errors import ParameterError, StartupError
 from jaxpage.layers.kv_cache import QUANTIZED_DTYPES
 from jaxpage.parallel.table import presets
 from jaxpage.plan.assess import Assessment, assess
-from jaxpage.plan.scenario import Scenario
 from jaxpage.plan.slices import Slice, larger_slices
+from jaxpage.plan.splits import choose_scenario
 
+SPLIT = ("tensor_parallel_size", "data_parallel_size")
 LEAST_GAIN = 1.02
 """Gains below are not worth a line."""
 
@@ -115,10 +117,19 @@ def _candidates(base: Assessment) -> Iterator[Change]:
     if config.dtype == "float32":
         yield Change({"dtype": "bfloat16"}, "weights and activations are rounded")
     yield from _sizes(base)
-    yield from _splits(scenario)
+    yield from _splits(base)
     for larger in larger_slices(scenario.where):
-        sizes = {"tensor_parallel_size": None, "data_parallel_size": None}
-        yield Change(sizes, f"{larger.num_devices} devices instead of {scenario.where.num_devices}", larger)
+        price = f"{larger.num_devices} devices instead of {scenario.where.num_devices}"
+        with contextlib.suppress(ParameterError, StartupError):
+            yield Change(_best_sizes(base, larger), price, larger)
+
+
+def _best_sizes(base: Assessment, where: Slice) -> dict[str, int]:
+    """How the devices of ``where`` are shared out if nobody says."""
+    scenario = base.scenario
+    options = {**vars(scenario.args), **dict.fromkeys(SPLIT)}
+    best = choose_scenario(scenario.name, scenario.values, where, options, base.temp_factor)
+    return {name: getattr(best.args, name) for name in SPLIT}
 
 
 def _sizes(base: Assessment) -> Iterator[Change]:
@@ -141,12 +152,17 @@ def _sizes(base: Assessment) -> Iterator[Change]:
         yield Change({"gpu_memory_utilization": 0.95}, "less is left for other programs")
 
 
-def _splits(scenario: Scenario) -> Iterator[Change]:
+def _splits(base: Assessment) -> Iterator[Change]:
     """Other ways to use the same chips."""
+    scenario = base.scenario
     args = scenario.args
     tensor, stages, replicas = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
     if scenario.where.is_cpu:
         return
+    best = {}
+    with contextlib.suppress(ParameterError, StartupError):
+        best = _best_sizes(base, scenario.where)
+        yield Change(best, "each token takes longer" if best[SPLIT[0]] < tensor else "more is sent between devices")
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     for sizes, price in (
         ((tensor * 2, stages, replicas), "more devices, which send more"),
@@ -156,7 +172,9 @@ def _splits(scenario: Scenario) -> Iterator[Change]:
         ((tensor // 2, stages * 2, replicas), "each token passes more stages"),
     ):
         if min(sizes) >= 1 and math.prod(sizes) <= scenario.where.num_devices:
-            yield Change(dict(zip(names, sizes, strict=True)), price)
+            options: dict[str, Any] = dict(zip(names, sizes, strict=True))
+            if stages != sizes[1] or best != {name: options[name] for name in SPLIT}:
+                yield Change(options, price)
     if tensor > 1:
         for name in presets():
             if name != (args.sharding or "megatron"):

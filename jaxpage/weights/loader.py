@@ -104,7 +104,11 @@ def dummy_params(
     seed: int,
     quantization: str | None = None,
 ) -> Params:
-    """Random weights of the right shapes: norms 1, biases 0, all else normal with the usual deviation 0.02."""
+    """Random weights of the right shapes: norms 1, biases 0, all else normal with the usual deviation 0.02.
+
+    Raises:
+        ParameterError, StartupError: what cannot be laid out or quantised like that, as ``load_params`` says it.
+    """
     key = jax.random.key(seed & 0x7FFFFFFF)
     params = _empty_tree(config)
     group_sizes = _group_sizes(specs, quantization, placement)
@@ -153,8 +157,10 @@ def _noise(key: jax.Array, spec: ParamSpec, dtype: str, placement: Placement) ->
         noise = (0.02 * jax.random.normal(key, spec.shape_without_repeats, np.float32)).astype(dtype)
         return noise if spec.kv_repeats == 1 else with_kv_heads_repeated(noise, spec.kv_repeats)
 
+    struct = jax.ShapeDtypeStruct(spec.shape, np.dtype(dtype))
+    sharding = placement.laid_out(struct, spec.axes, _path(spec)).sharding
     with jax.default_device(placement.first_device):
-        return jax.jit(draw, out_shardings=placement.sharding(spec.axes))(key)
+        return jax.jit(draw, out_shardings=sharding)(key)
 
 
 def _placed(array: np.ndarray, spec: ParamSpec, placement: Placement) -> jax.Array:

@@ -103,6 +103,8 @@ def convert(
     Args:
         source: what ``checkpoint`` is called, for people.
         target: absolute.
+        progress: is called after each parameter that was read and each layer that was written; what it raises ends the
+            conversion.
 
     Raises:
         StartupError, ValueError, OSError: in one line; there is nothing new at ``target`` then.
@@ -118,8 +120,12 @@ def convert(
         _write_model_files(checkpoint, work)
         files |= _stored_files(work, work)
         for done, own in enumerate(items):
+
+            def still_here(*_: object, done: int = done) -> None:
+                progress("writing parameters", done, len(items))
+
             params = load_params(
-                checkpoint, model, own, dtype, placement, quantization=options.quantization, all_specs=specs
+                checkpoint, model, own, dtype, placement, still_here, options.quantization, all_specs=specs
             )
             tree, written = _cut(own, params, layout)
             _save(work / _item(own[0]), tree)

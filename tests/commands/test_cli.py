@@ -71,6 +71,18 @@ def test_unknown_and_missing_commands(capsys: pytest.CaptureFixture[str]) -> Non
     assert "usage: jaxpage bench COMMAND" in capsys.readouterr().out
 
 
+def test_ctrl_c_that_a_subcommand_leaves_to_others_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    try:
+        code = cli.main(["collect-env"])
+    except KeyboardInterrupt:  # would end all tests
+        code = None
+    assert code == 130
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"jaxpage {jaxpage.__version__}\n"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from jaxpage.errors import ParameterError
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.registry import build_config
 from jaxpage.models.weight_map import ParamSpec, repeat_kv_heads
-from jaxpage.parallel.sharding import Layout, choose_layout, kv_repeats, load_table
+from jaxpage.parallel.sharding import Layout, choose_layout, kv_repeats, load_table, without_effect
 
 SIZES = {
     "vocab_size": 64,
@@ -78,10 +82,58 @@ def test_experts_get_as_many_devices_as_divide_them() -> None:
 
 
 def test_expert_parallelism_needs_experts() -> None:
-    with pytest.raises(ParameterError, match=r"enable_expert_parallel: the model \(\) has no experts to split"):
+    with pytest.raises(ParameterError, match=r"enable_expert_parallel: the model \(LlamaForCausalLM\) has no experts"):
         choose(model(8, 8)[0], 2, enable_expert_parallel=True)
     with pytest.raises(ParameterError, match="the sharding megatron does not split the experts"):
         choose(model(8, 8, num_experts=4)[0], 2, enable_expert_parallel=True, sharding="megatron")
+
+
+ALL_BY_MODEL = "vocab: model, hidden: null, heads: model, kv_heads: model, ffn: model, experts: null, expert_ffn: model"
+
+
+@pytest.mark.parametrize(
+    ("table", "num_experts", "lines"),
+    [
+        ("megatron", 0, []),
+        ("two_dimensional", 4, []),
+        ("collective_matmul", 0, []),
+        ("collective_matmul", 4, []),  # the attention of each layer
+        ("expert_parallel", 4, []),
+        ("expert_parallel", 0, ["expert_parallel: experts are split over expert, and the model (Llama.*) has none"]),
+        ("expert_parallel", 3, ["expert_parallel: experts are split over expert, which is of size 1 here: "]),
+        (
+            "{name: x, mesh: {model: 2, expert: 2}, axes: {%s}}",
+            0,
+            ["x: expert splits no parameter of the model: the 2 devices along it hold and multiply the same"],
+        ),
+        ("{name: x, mesh: {model: 2, expert: 2}, axes: {%s, tokens: expert}}", 4, ["x: expert splits no parameter"]),
+        ("{name: x, overlap: true, mesh: {model: 4, expert: 1}, axes: {%s, tokens: model}}", 0, []),
+        (
+            "{name: x, overlap: true, mesh: {model: 4, expert: 1}, axes: {%s, tokens: expert}}",
+            0,
+            ["x: overlap hides nothing: neither kv_heads nor ffn is split as tokens are"],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(table: str, num_experts: int, lines: list[str], tmp_path: Path) -> None:
+    if "{" in table:
+        file = tmp_path / "table.yaml"
+        file.write_text(table % ALL_BY_MODEL)
+        table = str(file)
+    config, specs = model(8, 8, num_experts)
+    found = without_effect(choose(config, 4, sharding=table), config, (spec.axes for spec in specs))
+    assert len(found) == len(lines)
+    for line, expected in zip(found, lines, strict=True):
+        assert re.match(f"sharding {re.escape(expected).replace(re.escape('.*'), '.*')}", line), line
+
+
+def test_an_engine_says_it_when_it_starts(tiny_model_dir: Callable[[str], Path]) -> None:
+    words = ["-m", "jaxpage", "generate", "Hi", "--model", tiny_model_dir("llama"), "--max-tokens", "1"]
+    words += ["--enforce-eager", "--tensor-parallel-size", "2", "--sharding", "expert_parallel"]
+    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    line = "jaxpage: sharding expert_parallel: experts are split over expert, and the model (llama) has none"
+    assert ended.stderr.splitlines().count(line) == 1
 
 
 def test_two_axes_are_divided_evenly_and_stages_come_first() -> None:

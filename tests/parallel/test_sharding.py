@@ -132,6 +132,7 @@ WRONG = {
     "{name: x, axes: {}, mesh: {model: 0}}": "mesh: model must be a number of devices, got 0",
     "{name: x, overlap: 1, axes: {tokens: model}}": "overlap must be true or false, got 1",
     "{name: x, overlap: true, axes: {ffn: model}}": "overlap needs tokens to be split over one mesh axis",
+    "{name: x, overlap: true, axes: {tokens: model, hidden: expert}}": "overlap needs hidden: null, got 'expert'",
     "{name: x, axes: {ffn: model, ffn: null}}": "ffn: is given twice",
     "{name: x, axes: [": "is not YAML",
 }
@@ -154,6 +155,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert table.spec(("heads", "ffn", "tokens")) == PartitionSpec("model", None, None)
     with pytest.raises(ParameterError, match=r"must be collective_matmul, .* or a YAML file, got 'nobody'"):
         load_table("nobody")
+    with pytest.raises(ParameterError, match=r"or a YAML file, got '.*', which is a directory$"):
+        load_table(str(tmp_path))
 
 
 def test_an_installed_package_has_the_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

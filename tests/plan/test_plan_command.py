@@ -42,6 +42,18 @@ TINY = {
         ([*LLAMA, "--compare", "tp=8", "tp=3"], "--compare: tp=3: "),
         ([*LLAMA, "--max-model-len", "9000"], "--max-model-len: 9000 is above the model's limit 8192"),
         ([*LLAMA, "--sharding", "nothing"], "--sharding: must be "),
+        (
+            [*LLAMA, "--no-compile", "--context", "999999999"],
+            "--context: 999,999,999 is above max_model_len 8,192, which can be raised",
+        ),
+        (
+            [*LLAMA, "--no-compile", "--context", "2049", "--max-model-len", "2048"],
+            "--context: 2,049 is above max_model_len 2,048",
+        ),
+        (
+            ["--model", "llama-3.2-1b", "--target", "v5e-32", "--no-compile", "--compare", "tp=32", "ep"],
+            "--compare: ep: the model (LlamaForCausalLM) has no experts to split",
+        ),
         ([*LLAMA, "--compare", "tp=8,x"], "--compare: must be such as tp=4,dp=2 or ep, or "),
         ([*LLAMA, "--no-compile", "--json", "/nowhere/x.json"], "--json: no such directory: /nowhere"),
         (["--model", "mixtral-8x7b", "--target", "v6e-8", "--quantization", "int4"], "quantization int4: tensor"),
@@ -106,6 +118,12 @@ def test_shardings_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for name in ("TP 8", "TP 4 x DP 2", "TP 4 x PP 2", "two_dimensional 8"):
         assert name in text
     assert [item["num_engines"] for item in json.loads(json_file.read_text())] == [1, 2, 1, 1]
+
+
+def test_what_has_no_effect_is_said_as_the_engine_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "--no-compile", "--compare", "expert_parallel", "expert_parallel,dp=2"]) == 0
+    note = "sharding expert_parallel: experts are split over expert, and the model (LlamaForCausalLM) has none\n"
+    assert capsys.readouterr().err == f"jaxpage: {note}"
 
 
 def test_a_cpu_compiles_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

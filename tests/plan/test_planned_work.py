@@ -10,9 +10,10 @@ import pytest
 from jaxpage.plan.assess import assess
 from jaxpage.plan.memory import find_memory
 from jaxpage.plan.models import find_values
-from jaxpage.plan.scenario import Scenario, make_scenario
+from jaxpage.plan.scenario import Scenario
 from jaxpage.plan.show import kv_token_bytes
 from jaxpage.plan.slices import find_slice
+from jaxpage.plan.splits import choose_scenario
 from jaxpage.plan.work import StageWork
 
 LLAMA_70B_MATRICES = 80 * (8192 * 8192 * 2 + 2 * 1024 * 8192 + 3 * 8192 * 28672)
@@ -20,7 +21,7 @@ LLAMA_70B_NORMS = 161 * 8192
 
 
 def scenario_of(model: str, target: str, **options: Any) -> Scenario:
-    return make_scenario(model, find_values(model), find_slice(target), {"max_model_len": 4096, **options})
+    return choose_scenario(model, find_values(model), find_slice(target), {"max_model_len": 4096, **options})
 
 
 def test_plan_7a_llama_70b_takes_320_kib_a_token() -> None:

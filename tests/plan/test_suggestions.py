@@ -9,13 +9,13 @@ import pytest
 
 from jaxpage.plan.assess import Assessment, assess
 from jaxpage.plan.models import find_values
-from jaxpage.plan.scenario import make_scenario
 from jaxpage.plan.slices import find_slice
+from jaxpage.plan.splits import choose_scenario
 from jaxpage.plan.suggestions import find_suggestions
 
 
 def plan(model: str, target: str, **options: Any) -> Assessment:
-    scenario = make_scenario(model, find_values(model), find_slice(target), {"max_model_len": 4096, **options})
+    scenario = choose_scenario(model, find_values(model), find_slice(target), {"max_model_len": 4096, **options})
     return assess(scenario, context=1024)
 
 
@@ -24,7 +24,7 @@ def test_what_does_not_fit_is_told_what_would_make_it_fit() -> None:
     found = {item.flags: item for item in find_suggestions(base)}
     assert not base.fits
     assert all(item.makes_it_fit and item.full_requests >= 1 for item in found.values())
-    assert {"--quantization int8", "--target v5e-4"} <= found.keys()
+    assert {"--quantization int8", "--target v5e-4 --tensor-parallel-size 4 --data-parallel-size 1"} <= found.keys()
     # Cheaper numbers in the cache alone do not: the weights are too large.
     assert "--kv-cache-dtype int8" not in found
 
@@ -65,3 +65,21 @@ def test_a_long_request_that_does_not_fit_is_shortened_to_what_does() -> None:
     lengths = [item for item in find_suggestions(base) if item.flags.startswith("--max-model-len")]
     assert lengths
     assert max(int(item.flags.split()[1]) for item in lengths) <= base.memory.num_tokens + 64
+
+
+def test_more_chips_are_shared_out_as_they_hold_most() -> None:
+    base = plan("llama-3.2-1b", "v5e-8")
+    assert base.scenario.sharding_name == "TP 8"
+    (found,) = [item for item in find_suggestions(base) if item.flags.startswith("--target v5e-32")]
+    # On 32 devices each of 8 KV heads would lie on four.
+    assert found.flags == "--target v5e-32 --tensor-parallel-size 8 --data-parallel-size 4"
+    taken = plan("llama-3.2-1b", "v5e-32")
+    assert taken.scenario.sharding_name == "TP 8 x DP 4"
+    assert found.full_requests == taken.memory.full_requests * 4 > 3.9 * base.memory.full_requests
+
+
+def test_the_same_chips_are_shared_out_as_they_hold_most() -> None:
+    found = find_suggestions(plan("llama-3.2-1b", "v5e-32", tensor_parallel_size=32))
+    splits = [item.flags for item in found if item.flags.startswith("--tensor-parallel-size")]
+    assert "--tensor-parallel-size 8 --data-parallel-size 4" in splits
+    assert len(set(splits)) == len(splits)

@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxpage.config import EngineArgs
+from jaxpage.errors import ParameterError
 from jaxpage.models.registry import build_config
-from jaxpage.parallel.placement import ON_ONE_DEVICE
+from jaxpage.parallel.placement import ON_ONE_DEVICE, Placement
+from jaxpage.parallel.sharding import choose_layout
+from jaxpage.plan.slices import find_slice
 from jaxpage.weights import WeightsError, open_checkpoint
 from jaxpage.weights.loader import dummy_params, load_params
 
@@ -192,6 +196,21 @@ def test_dummy_weights_have_the_shapes_of_real_ones(random_model: Callable[..., 
     again, other = (dummy_params(model, specs, "float32", placement, seed)["embedding"] for seed in (1, 2))
     np.testing.assert_array_equal(dummy["embedding"], again)
     assert (np.asarray(again) != np.asarray(other)).any()
+
+
+def test_dummy_weights_that_do_not_divide_are_named_like_real_ones(base: RandomModel) -> None:
+    checkpoint = open_checkpoint(base.directory)
+    model, specs = build_config(checkpoint.config)
+    layout = choose_layout(EngineArgs(tensor_parallel_size=5), model, find_slice("cpu").stand_ins(5))
+    messages = []
+    for make in (
+        lambda: dummy_params(model, specs, "float32", Placement(layout=layout), seed=1),
+        lambda: load_params(checkpoint, model, specs, "float32", Placement(layout=layout)),
+    ):
+        with pytest.raises(ParameterError, match=r"^sharding: embedding: vocab of .* over the 5 devices") as raised:
+            make()
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
 
 
 def test_dummy_weights_need_nothing_but_a_config_and_a_tokenizer(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jaxpage import checkpoint as command
+from jaxpage.weights import orbax_writer
 from jaxpage.weights.orbax_checkpoint import Manifest, OrbaxCheckpoint
 
 if TYPE_CHECKING:
@@ -155,7 +158,10 @@ def test_the_command_converts_describes_and_verifies(
         (["convert", "{model}", "{new}", "--tensor-parallel-size", "1", "--sharding", "no"], "--sharding: must be"),
         (["convert", "{new}", "{new}"], "is no file or directory here"),
         (["inspect", "{model}"], "it has no jaxpage_checkpoint.json"),
-        (["verify", "{model}"], "jaxpage_checkpoint.json: no such file"),
+        (["verify", "{model}"], "it has no jaxpage_checkpoint.json"),
+        (["inspect", "{new}"], "new: no such directory"),
+        (["verify", "{new}"], "new: no such directory"),
+        (["verify", "{model}/config.json"], "config.json: is no directory"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(
@@ -170,3 +176,44 @@ def test_what_cannot_be_done_is_said_in_one_line(
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_a_conversion_even_where_its_exception_would_be_lost(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pressed = []
+
+    def press(phase: str, info: object) -> None:
+        if not pressed:
+            pressed.append(phase)
+            signal.raise_signal(signal.SIGINT)  # what this raises nobody outside of a callback gets to see
+
+    def collected(*arguments: Any) -> None:
+        gc.callbacks.append(press)
+        gc.collect()
+        gc.callbacks.remove(press)
+        save(*arguments)
+
+    save = orbax_writer._save
+    monkeypatch.setattr(orbax_writer, "_save", collected)
+    handler = signal.getsignal(signal.SIGINT)
+    arguments = ["convert", str(tiny_model_dir("llama")), str(tmp_path / "model"), "--tensor-parallel-size", "1"]
+    assert command.main(arguments) == 130
+    assert pressed and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_twice_ends_it_at_once(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = []
+
+    def press_twice(*arguments: Any) -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            reached.append("after")
+
+    monkeypatch.setattr(orbax_writer, "_save", press_twice)
+    arguments = ["convert", str(tiny_model_dir("llama")), str(tmp_path / "model"), "--tensor-parallel-size", "1"]
+    assert command.main(arguments) == 130
+    assert reached == ["after"] and list(tmp_path.iterdir()) == []
