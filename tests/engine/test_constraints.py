@@ -142,7 +142,7 @@ def test_a_solitary_request_loses_no_step(llm: LLM, random_ids: Callable[..., li
 def test_more_masks_than_are_sent_at_a_time(
     llm: LLM, random_ids: Callable[..., list[int]], expected: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxpage.runner.worker.MASK_ROWS", 3)
+    monkeypatch.setattr("jaxpage.runner.stage.MASK_ROWS", 3)
     prompts = [random_ids(6, seed) for seed in range(8)]
     outputs = run(llm, [ask(prompt, max_tokens=6, bad_words=["x"]) for prompt in prompts])
     assert [ids_of(each) for each in outputs] == [[expected(prompt, 6)] for prompt in prompts]
