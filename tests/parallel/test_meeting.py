@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -76,9 +77,10 @@ def test_all_go_on_and_the_port_is_free(host: str, count: int) -> None:
 def test_who_does_not_come_is_named(coordinator: str, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     monkeypatch.setattr(meeting, "NOTICE_AFTER_S", 0.2)
     caplog.set_level(logging.INFO, "jaxpage")
-    told = come(coordinator, Attendee(0, 4, OPTIONS), Attendee(2, 4, OPTIONS), timeout_s=1.0)
-    assert told == [f"process 1, 3 has not come to {coordinator} within 1 s"] * 2
-    assert f"Waiting for process 1, 3 at {coordinator}, up to 1 s" in caplog.text
+    told = come(coordinator, Attendee(0, 4, OPTIONS), Attendee(2, 4, OPTIONS), timeout_s=3.0)
+    assert told == [f"process 1, 3 has not come to {coordinator} within 3 s"] * 2
+    # Whether the other one has come by then is a matter of luck.
+    assert re.search(rf"Waiting for process 1, (2, )?3 at {coordinator}, up to 3 s", caplog.text)
 
 
 def test_a_leader_who_does_not_come_is_named(coordinator: str, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
