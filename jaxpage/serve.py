@@ -59,9 +59,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.serve
     show_log(options.log_level, options.log_format, options.uvicorn_log_level)
     logging.getLogger("jaxpage.access").disabled = options.disable_uvicorn_access_log
     try:
-        # Ray starts the processes of its engines itself.
-        is_one_of_several = engine_args.data_parallel_backend != "ray" and joins_others(engine_args)
-        if is_one_of_several:
+        if joins_others(engine_args):
             from jaxpage.engine.build import lead_or_follow  # needs jax, which --help and wrong options should not
 
             if not lead_or_follow(engine_args):

@@ -71,11 +71,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpage.gener
     try:
         # Imported late, so that --help and wrong options need no jax.
         from jaxpage.engine.async_engine import AsyncLLMEngine
-        from jaxpage.engine.build import lead_or_follow
 
-        is_one_of_several = engine_args.data_parallel_backend != "ray" and joins_others(engine_args)
-        if is_one_of_several and not lead_or_follow(engine_args):
-            return 0
+        if joins_others(engine_args):
+            from jaxpage.engine.build import lead_or_follow
+
+            if not lead_or_follow(engine_args):
+                return 0
         engine = AsyncLLMEngine.from_engine_args(engine_args)
         try:
             asyncio.run(answer(engine, options))

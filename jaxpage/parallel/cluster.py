@@ -54,6 +54,7 @@ class _Options(Protocol):
 
     coordinator: str | None
     num_processes: int | None
+    data_parallel_backend: str
 
     @property
     def num_devices(self) -> int: ...
@@ -72,12 +73,12 @@ def joins_others(args: _Options, environment: Mapping[str, str] = os.environ) ->
 
     That is so if ``coordinator`` is given, in a TPU pod, and where SLURM or MPI has started several processes that can
     share the devices of an engine. An engine of one device is alone, as each of several tasks that have nothing to do
-    with each other is; ``num_processes`` 1 is alone always.
+    with each other is; ``num_processes`` 1 is alone always. Who has Ray place engines is none of their processes.
 
     Raises:
         ParameterError: processes were started that cannot share the devices evenly.
     """
-    if args.num_processes == 1:
+    if args.num_processes == 1 or args.data_parallel_backend == "ray":
         return False
     if args.coordinator is not None or "," in environment.get(TPU_HOSTS, ""):
         return True

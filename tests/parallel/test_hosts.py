@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import pytest
+from addresses import needs_ipv6
 
 from jaxpage.errors import StartupError
 from jaxpage.parallel import hosts
@@ -63,20 +64,6 @@ def follow(store: Store, lines: queue.SimpleQueue[Line | Exception]) -> None:
 @pytest.fixture
 def lines() -> Iterator[queue.SimpleQueue[Line | Exception]]:
     yield queue.SimpleQueue()
-
-
-def has_address(family: socket.AddressFamily, address: str) -> bool:
-    with socket.socket(family) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
-needs_ipv6 = pytest.mark.skipif(
-    not (socket.has_ipv6 and has_address(socket.AF_INET6, "::1")), reason="this machine has no IPv6 address"
-)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from addresses import needs_ipv6
 
 from jaxpage.errors import ParameterError, StartupError
 from jaxpage.parallel import meeting
@@ -63,11 +64,9 @@ def stranger(coordinator: str, says: bytes) -> Iterator[None]:
         server.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", pytest.param("[::1]", marks=needs_ipv6)])
 @pytest.mark.parametrize("count", [2, 4])
 def test_all_go_on_and_the_port_is_free(host: str, count: int) -> None:
-    if host == "[::1]" and not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6 here")
     coordinator = f"{host}:{free_port(host.strip('[]'))}"
     attendees = [Attendee(index, count, OPTIONS) for index in reversed(range(count))]
     assert come(coordinator, *attendees) == [None] * count

@@ -70,10 +70,9 @@ class Host:
         self._listener.close()
         show_log("info")  # Ray shows it where the engine is used
         _settle_in(num_devices, part)
-        from jaxpage.engine.build import follow_leader, join_hosts
+        from jaxpage.engine.build import lead_or_follow
 
-        join_hosts(args)
-        follow_leader(args)
+        lead_or_follow(args)
         _leave()
 
 
