@@ -239,6 +239,23 @@ def test_two_engines_in_threads_and_the_death_of_one(one: LLM, replica_directory
     assert second == expected, "the one that lives takes all"
 
 
+ENDS = """
+import json, sys
+from jaxpage import LLM, SamplingParams
+
+llm = LLM(data_parallel_size=2, **json.loads(sys.argv[1]))
+llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2))
+"""
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_a_program_need_not_end_its_engines(backend: str, replica_directory: Path) -> None:
+    options = SMALL | {"model": str(replica_directory), "data_parallel_backend": backend}
+    program = [sys.executable, "-c", ENDS, json.dumps(options)]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+
+
 def test_too_few_devices_for_threads(replica_directory: Path) -> None:
     import jax
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -85,7 +86,15 @@ def opened(directory: Path, num_free: Callable[[], float]) -> Iterator[Callable[
     yield open_engine
     for engine in engines:
         engine.shutdown()
+    assert num_references() == 0, "Ray ends a program that drops one while Ray itself is ending"
     wait_for(lambda: num_free() == NUM_CPUS)
+
+
+def num_references() -> int:
+    """How many objects and actors of Ray this process refers to."""
+    from ray._private.worker import global_worker
+
+    return len(global_worker.core_worker.get_all_reference_counts())
 
 
 def params(**values: Any) -> SamplingParams:
@@ -213,6 +222,37 @@ def test_what_keeps_an_engine_from_starting_is_said_in_one_line(
         opened(**options)
     assert "\n" not in str(caught.value)
     assert error is not StartupError or "Waiting for a place for 1 x 3 CPU" in caplog.text
+
+
+PROGRAM = """
+import sys, time
+
+import ray
+
+from jaxpage import LLM, SamplingParams
+
+ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+llm = LLM(
+    model=sys.argv[1], data_parallel_backend="ray", max_model_len=128, num_gpu_blocks_override=64, block_size=4,
+    max_num_seqs=2, enforce_eager=True
+)
+print(llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2)))
+if sys.argv[2] == "leaves":
+    llm.engine.shutdown()
+    ray.shutdown()
+    time.sleep(3)  # until the last thread that knew Ray has ended
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("how", ["leaves", "ends"])
+def test_a_program_outlives_its_cluster_and_ends_well(how: str, directory: Path) -> None:
+    pytest.importorskip("ray")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(directory), how], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.endswith("the end\n"), done.stdout
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,10 @@ class FakeEngine:
 
     def leave(self, stream: Any, request_id: str) -> None: ...
 
-    def shutdown(self, drain_timeout_s: float | None = None) -> None:
+    def stop(self) -> None:
         self.was_shut_down, self.is_dead = True, True
+
+    def join(self) -> None: ...
 
     def kill(self) -> None:
         self.was_killed, self.is_dead = True, True
@@ -78,7 +80,7 @@ def llm(llm_for: Callable[..., LLM], random_model: Callable[..., Any]) -> LLM:
 def group_of(llm: LLM, engines: list[FakeEngine]) -> AsyncLLMEngine:
     intake = llm.engine.intake
     router = Router(len(engines), 4, 100)
-    return AsyncLLMEngine(EngineGroup(llm.engine.args, intake, engines, router, lambda drain: None))  # type: ignore[arg-type]
+    return AsyncLLMEngine(EngineGroup(llm.engine.args, intake, engines, router, lambda: None))  # type: ignore[arg-type]
 
 
 def ask(engine: AsyncLLMEngine, name: str, prompt: list[int], **params: Any) -> str:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jaxpage")
 
 STATUS_INTERVAL_S = 10.0
+DRAIN_POLL_S = 0.02
 
 
 class EngineGroup:
@@ -54,7 +55,7 @@ class EngineGroup:
 
     Args:
         engines: may be replaced, one by one, by whoever made the group.
-        close: ends the engines, given the seconds that running requests may take.
+        close: ends the engines and their requests.
 
     Attributes:
         intake: turns prompts into ids and checks them, for all engines alike.
@@ -66,7 +67,7 @@ class EngineGroup:
         intake: Intake,
         engines: Sequence[Replica],
         router: Router,
-        close: Callable[[float | None], None],
+        close: Callable[[], None],
     ) -> None:
         self.args = args
         self.intake = intake
@@ -82,7 +83,7 @@ class EngineGroup:
         from jaxpage.engine.replicas.local import LocalEngine
 
         local = LocalEngine(engine)
-        return cls(engine.args, engine.intake, [local], _router(1, engine.intake), local.shutdown)
+        return cls(engine.args, engine.intake, [local], _router(1, engine.intake), lambda: _end([local]))
 
     @property
     def metrics(self) -> list[EngineMetrics]:
@@ -183,7 +184,14 @@ class EngineGroup:
 
     def shutdown(self, drain_timeout_s: float | None = None) -> None:
         """Ends all engines: lets running requests finish for so many seconds, then ends the rest."""
-        self._close(drain_timeout_s)
+        deadline_s = time.monotonic() + (drain_timeout_s or 0.0)
+        while self._is_busy and time.monotonic() < deadline_s:
+            time.sleep(DRAIN_POLL_S)
+        self._close()
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(engine.num_unfinished and not engine.is_dead for engine in self.engines)
 
     def _processes(self) -> list[tuple[int, Replica]]:
         """One living engine for each process."""
@@ -223,6 +231,13 @@ def open_engines(args: EngineArgs) -> EngineGroup:
     return EngineGroup.of_one(Engine(args))
 
 
+def _end(engines: Sequence[Replica]) -> None:
+    for engine in engines:
+        engine.stop()
+    for engine in engines:
+        engine.join()
+
+
 def _in_threads(args: EngineArgs) -> EngineGroup:
     import jax
 
@@ -244,11 +259,9 @@ def _in_threads(args: EngineArgs) -> EngineGroup:
     engines = [LocalEngine(engine) for engine in loaded]
     status = _Status(args, [engine.metrics for engine in engines])
 
-    def close(drain_timeout_s: float | None) -> None:
+    def close() -> None:
         status.close()
-        with concurrent.futures.ThreadPoolExecutor(len(engines)) as threads:
-            for engine in engines:
-                threads.submit(engine.shutdown, drain_timeout_s)
+        _end(engines)
 
     intake = loaded[0].intake
     return EngineGroup(args, intake, engines, _router(len(engines), intake), close)
@@ -290,9 +303,9 @@ def _in_processes(args: EngineArgs) -> EngineGroup:
     routers.append(_router(count, intake))
     status = _Status(args, [engine.metrics for engine in supervisor.engines])
 
-    def close(drain_timeout_s: float | None) -> None:
+    def close() -> None:
         status.close()
-        supervisor.close(drain_timeout_s)
+        supervisor.close()
 
     return EngineGroup(args, intake, supervisor.engines, routers[0], close)
 

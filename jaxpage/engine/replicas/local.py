@@ -102,13 +102,12 @@ class LocalEngine:
     def stop_profile(self) -> None:
         self._profiler.stop()
 
-    def shutdown(self, drain_timeout_s: float | None = None) -> None:
-        deadline = time.monotonic() + (drain_timeout_s or 0.0)
-        while drain_timeout_s and self._recipients and not self.is_dead and time.monotonic() < deadline:
-            time.sleep(0.02)
+    def stop(self) -> None:
         self._stopping = True
         with contextlib.suppress(EngineDeadError):
             self._submit(lambda: None)
+
+    def join(self) -> None:
         self._thread.join()
         self._profiler.close()
 

@@ -6,6 +6,7 @@ where a process runs and says when it has ended; messages go over a connection o
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import logging
@@ -29,6 +30,8 @@ PATIENCE_S = 5.0
 POLL_S = 0.25
 LAST_WORDS_S = 2.0
 """Time for what processes say at their end, of which Ray may know first."""
+LEAVE_S = 10.0
+"""Time that a program which ends gives to the end of its engines."""
 MAX_REASON_LENGTH = 200
 """Of what Ray says, in characters."""
 
@@ -91,6 +94,7 @@ class RayProcesses:
         self._is_killed = threading.Event()
         self._ended = threading.Event()
         self._reason = "its process no longer answers"
+        atexit.register(self._leave)
         threading.Thread(target=self._run, name="jaxpage-ray", daemon=True).start()
 
     def kill(self) -> None:
@@ -106,29 +110,40 @@ class RayProcesses:
         return self._reason
 
     def _run(self) -> None:
-        """Their life, from looking for a place on."""
-        group = None
         try:
-            bundle = self._cluster.bundle()
-            group = self._ray.util.placement_group([bundle] * self._cluster.num_processes, strategy="PACK")
-            self._await_place(group, bundle)
-            runs = self._started(group, bundle)
-            self._await_end(runs)
+            self._live()
         except (StartupError, self._ray.exceptions.RayError) as error:
             self._reason = _said(error)
         except Exception as error:
             logger.exception("Ray is not understood")
             self._reason = repr(error)
-        if group is not None:
-            with contextlib.suppress(Exception):  # the cluster itself may be gone
-                self._ray.util.remove_placement_group(group)  # and with it what still runs there
+        # From here on the program may leave its cluster. Ray ends a program at once that touches it after that, if only
+        # by dropping a reference.
+        self._actors.clear()
         if not self._stream.done():
             self._stream.set_exception(ConnectionAbortedError(self._reason))
         self._ended.set()
+        atexit.unregister(self._leave)
         # A host that has lost its power closes no connection.
         time.sleep(LAST_WORDS_S)
         with contextlib.suppress(OSError):
             self._stream.result().shutdown(socket.SHUT_RDWR)
+
+    def _leave(self) -> None:
+        """Ends them with the program, before Ray's own handler, which was registered earlier, ends Ray."""
+        self.kill()
+        self.wait(LEAVE_S)
+
+    def _live(self) -> None:
+        """Their life, from looking for a place on; no reference of Ray's outlives it but ``_actors``."""
+        bundle = self._cluster.bundle()
+        group = self._ray.util.placement_group([bundle] * self._cluster.num_processes, strategy="PACK")
+        try:
+            self._await_place(group, bundle)
+            self._await_end(self._started(group, bundle))
+        finally:
+            with contextlib.suppress(Exception):  # the cluster itself may be gone
+                self._ray.util.remove_placement_group(group)  # and with it what still runs there
 
     def _await_place(self, group: Any, bundle: dict[str, float]) -> None:
         began_s, is_told = time.monotonic(), False
@@ -230,7 +245,12 @@ def _counted(resources: dict[str, float]) -> str:
 
 
 def _said(error: BaseException) -> str:
-    """How a process ended. Ray wraps what was raised there, and goes on for a while about what it knows itself."""
+    """How a process ended. Ray wraps what was raised there, and goes on for a while about what it knows itself.
+
+    Forgets where the error was raised: frames there know the error, and it would keep theirs, with what they refer to,
+    until a collection of garbage.
+    """
+    error.__traceback__ = None
     cause = getattr(error, "cause", None)
     if cause is not None:
         return _shortened(f"{type(cause).__name__}: {cause}")

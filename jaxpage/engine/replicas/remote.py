@@ -87,6 +87,7 @@ class RemoteEngine:
         self._lock = threading.Lock()
         self._is_ended = False
         self._is_stopping = False
+        self._killed_at_s = 0.0
         self._last_words: str | None = None
         self._ids = itertools.count()
         self._open: dict[int, tuple[Stream, Job]] = {}
@@ -164,20 +165,20 @@ class RemoteEngine:
     def stop_profile(self) -> None:
         self._question("profile", None).result()
 
-    def shutdown(self, drain_timeout_s: float | None = None) -> None:
-        deadline = time.monotonic() + (drain_timeout_s or 0.0)
-        while drain_timeout_s and self._open and not self._is_ended and time.monotonic() < deadline:
-            time.sleep(0.02)
+    def stop(self) -> None:
         self._is_stopping = True
+        self._killed_at_s = time.monotonic() + STOP_GRACE_S
         self._connection.post(["stop"])
-        if not self.peer.wait(STOP_GRACE_S):
-            self.peer.kill()
-        self._receiver.join()
 
     def kill(self) -> None:
-        """Ends the engine at once, whether it is ready or not."""
+        """As ``stop``, but without asking the engine, which need not be ready."""
         self._is_stopping = True
+        self._killed_at_s = time.monotonic() + STOP_GRACE_S
         self.peer.kill()
+
+    def join(self) -> None:
+        if not self.peer.wait(max(0.0, self._killed_at_s - time.monotonic())):
+            self.peer.kill()
         self._receiver.join()
 
     def _post(self, message: list[Any]) -> None:

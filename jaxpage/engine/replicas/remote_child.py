@@ -197,7 +197,7 @@ class RemoteChild:
             "ask": self._ask,
             "profile": self._profile,
             "handed": lambda cost_s: self._mail.handed_out(cost_s),
-            "stop": lambda: self._engine.shutdown(),
+            "stop": self._stop,
         }
         try:
             while True:
@@ -209,6 +209,10 @@ class RemoteChild:
         except BaseException:
             traceback.print_exc()
             self._end(1)
+
+    def _stop(self) -> None:
+        self._engine.stop()
+        self._engine.join()
 
     def _add(self, key: int, *fields: Any) -> None:
         job = Job(*fields)

@@ -98,8 +98,12 @@ class Replica(Protocol):
         """
         ...
 
-    def shutdown(self, drain_timeout_s: float | None = None) -> None:
-        """Ends the engine: lets running requests finish for up to ``drain_timeout_s`` seconds, then ends the rest."""
+    def stop(self) -> None:
+        """Tells the engine to end, and its requests with it. Returns at once, so that several end together."""
+        ...
+
+    def join(self) -> None:
+        """Waits for the end of an engine that was told to stop."""
         ...
 
 

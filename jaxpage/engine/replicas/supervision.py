@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from jaxpage.engine.replicas.remote import RemoteEngine
 from jaxpage.errors import StartupError
@@ -74,16 +73,15 @@ class Supervisor:
             raise
         self.platform = platforms[0]
 
-    def close(self, drain_timeout_s: float | None = None) -> None:
-        """Ends all engines, and starts none again."""
+    def close(self) -> None:
+        """Ends all engines, and starts none again. Starts no threads: a program that ends cannot."""
         self._closing.set()
         with self._lock:
-            loading = list(self._loading)
-        with ThreadPoolExecutor(len(self.engines) + len(loading)) as threads:
-            for engine in loading:
-                threads.submit(engine.kill)
-            for engine in self.engines:
-                threads.submit(engine.shutdown, drain_timeout_s) if engine.is_ready else threads.submit(engine.kill)
+            engines = [*self._loading, *self.engines]
+        for engine in engines:
+            engine.stop() if engine.is_ready else engine.kill()
+        for engine in engines:
+            engine.join()
 
     def _started(self, number: int, metrics: EngineMetrics | None) -> RemoteEngine:
         return self._start(number, metrics, lambda engine: self._died(number, engine))
@@ -121,6 +119,7 @@ class Supervisor:
             platform = engine.wait_until_ready()
             if platform != (self.platform or platform):
                 engine.kill()
+                engine.join()
                 raise StartupError(f"engine {number} finds only a {platform} where it had a {self.platform}")
             with self._lock:
                 self.engines[number] = engine
