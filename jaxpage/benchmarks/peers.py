@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxpage.errors import ParameterError
-
 PEERS = ("transformers", "vllm")
 
 
@@ -48,6 +46,7 @@ def export(model: str, directory: Path) -> Path:
     import numpy as np
     import safetensors.numpy
 
+    from jaxpage.errors import ParameterError
     from jaxpage.weights.source import OrbaxCheckpoint, open_checkpoint, resolve_model
 
     checkpoint = open_checkpoint(resolve_model(model))

@@ -255,15 +255,16 @@ class _Attend:
             ]
 
         def add_masked_chunk(softmaxes: list[_Softmax], index: Int[Array, " R"]) -> list[_Softmax]:
-            """A chunk of each row, of which the row may see any part."""
-            inside = jnp.clip(index, 0, tables.shape[1] - 1)[:, None, None]
-            ids = jnp.take_along_axis(tables, inside, axis=1, mode="promise_in_bounds")[:, 0]
-            seen = self._visible(index[:, None, None, None, None] * chunk + key_offsets, positions)
+            """A chunk of each row, of which the row may see any part. Lanes share nothing: none waits for the other."""
             added = []
             for softmax, rows in zip(softmaxes, lane_rows, strict=True):
+                own = index[rows]
+                inside = jnp.clip(own, 0, tables.shape[1] - 1)[:, None, None]
+                ids = jnp.take_along_axis(tables[rows], inside, axis=1, mode="promise_in_bounds")[:, 0]
+                seen = self._visible(own[:, None, None, None, None] * chunk + key_offsets, positions[rows])
                 # A weight of zero times NaN is NaN: what the query does not see is selected away.
-                both = jnp.where(jnp.swapaxes(seen[rows], 3, 4), self._gather(ids[rows]), 0)
-                added.append(self._add_rows(softmax, queries[rows], both, ids[rows], seen[rows]))
+                both = jnp.where(jnp.swapaxes(seen, 3, 4), self._gather(ids), 0)
+                added.append(self._add_rows(softmax, queries[rows], both, ids, seen))
             return added
 
         first = self._before_any_key(num_rows // lanes, 1, num_heads // self.num_kv_heads, 2 * head_dim)
