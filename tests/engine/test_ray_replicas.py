@@ -225,20 +225,20 @@ def test_what_keeps_an_engine_from_starting_is_said_in_one_line(
 
 
 PROGRAM = """
-import sys, time
+import logging, sys, time
 
 import ray
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, AsyncEngineArgs, AsyncLLMEngine
 
+logging.basicConfig()
 ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
-llm = LLM(
-    model=sys.argv[1], data_parallel_backend="ray", max_model_len=128, num_gpu_blocks_override=64, block_size=4,
-    max_num_seqs=2, enforce_eager=True
-)
-print(llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2)))
-if sys.argv[2] == "leaves":
-    llm.engine.shutdown()
+options = {"model": sys.argv[1], "data_parallel_backend": "ray", "max_model_len": 128, "num_gpu_blocks_override": 64,
+           "block_size": 4, "max_num_seqs": 2, "enforce_eager": True}
+if sys.argv[2] == "ends":
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**options))
+else:
+    LLM(**options).engine.shutdown()
     ray.shutdown()
     time.sleep(3)  # until the last thread that knew Ray has ended
 print("the end")
@@ -251,7 +251,8 @@ def test_a_program_outlives_its_cluster_and_ends_well(how: str, directory: Path)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(directory), how], capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert not any(word in done.stderr for word in ("Traceback", "jaxpage")), done.stderr
     assert done.stdout.endswith("the end\n"), done.stdout
 
 

@@ -34,12 +34,10 @@ class FakeEngine:
         self.metrics = EngineMetrics()
         self.failure: BaseException | None = None
         self.is_dead = False
-        self.is_ready = True
         self.dies_at_next = False
         self.platform = "cpu"
         self.jobs: list[Job] = []
         self.was_shut_down = False
-        self.was_killed = False
         self.starts_with: BaseException | None = None
 
     num_unfinished = 0
@@ -67,9 +65,6 @@ class FakeEngine:
         self.was_shut_down, self.is_dead = True, True
 
     def join(self) -> None: ...
-
-    def kill(self) -> None:
-        self.was_killed, self.is_dead = True, True
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ It must not know HTTP, nor how an engine works. jax is imported only for engines
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import copy
@@ -232,6 +233,7 @@ def open_engines(args: EngineArgs) -> EngineGroup:
 
 
 def _end(engines: Sequence[Replica]) -> None:
+    """Ends them together."""
     for engine in engines:
         engine.stop()
     for engine in engines:
@@ -304,9 +306,12 @@ def _in_processes(args: EngineArgs) -> EngineGroup:
     status = _Status(args, [engine.metrics for engine in supervisor.engines])
 
     def close() -> None:
+        atexit.unregister(close)
         status.close()
         supervisor.close()
 
+    # A program that ends need not have asked for it. Ray was imported before, so that its own handler comes later.
+    atexit.register(close)
     return EngineGroup(args, intake, supervisor.engines, routers[0], close)
 
 

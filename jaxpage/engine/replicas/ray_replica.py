@@ -6,7 +6,6 @@ where a process runs and says when it has ended; messages go over a connection o
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import contextlib
 import logging
@@ -30,8 +29,6 @@ PATIENCE_S = 5.0
 POLL_S = 0.25
 LAST_WORDS_S = 2.0
 """Time for what processes say at their end, of which Ray may know first."""
-LEAVE_S = 10.0
-"""Time that a program which ends gives to the end of its engines."""
 MAX_REASON_LENGTH = 200
 """Of what Ray says, in characters."""
 
@@ -94,7 +91,6 @@ class RayProcesses:
         self._is_killed = threading.Event()
         self._ended = threading.Event()
         self._reason = "its process no longer answers"
-        atexit.register(self._leave)
         threading.Thread(target=self._run, name="jaxpage-ray", daemon=True).start()
 
     def kill(self) -> None:
@@ -117,22 +113,17 @@ class RayProcesses:
         except Exception as error:
             logger.exception("Ray is not understood")
             self._reason = repr(error)
+            error.__traceback__ = None  # as in _said
         # From here on the program may leave its cluster. Ray ends a program at once that touches it after that, if only
         # by dropping a reference.
         self._actors.clear()
         if not self._stream.done():
             self._stream.set_exception(ConnectionAbortedError(self._reason))
         self._ended.set()
-        atexit.unregister(self._leave)
         # A host that has lost its power closes no connection.
         time.sleep(LAST_WORDS_S)
         with contextlib.suppress(OSError):
             self._stream.result().shutdown(socket.SHUT_RDWR)
-
-    def _leave(self) -> None:
-        """Ends them with the program, before Ray's own handler, which was registered earlier, ends Ray."""
-        self.kill()
-        self.wait(LEAVE_S)
 
     def _live(self) -> None:
         """Their life, from looking for a place on; no reference of Ray's outlives it but ``_actors``."""

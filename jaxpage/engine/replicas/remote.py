@@ -87,7 +87,7 @@ class RemoteEngine:
         self._lock = threading.Lock()
         self._is_ended = False
         self._is_stopping = False
-        self._killed_at_s = 0.0
+        self._stop_deadline_s = 0.0
         self._last_words: str | None = None
         self._ids = itertools.count()
         self._open: dict[int, tuple[Stream, Job]] = {}
@@ -167,17 +167,14 @@ class RemoteEngine:
 
     def stop(self) -> None:
         self._is_stopping = True
-        self._killed_at_s = time.monotonic() + STOP_GRACE_S
-        self._connection.post(["stop"])
-
-    def kill(self) -> None:
-        """As ``stop``, but without asking the engine, which need not be ready."""
-        self._is_stopping = True
-        self._killed_at_s = time.monotonic() + STOP_GRACE_S
-        self.peer.kill()
+        self._stop_deadline_s = time.monotonic() + STOP_GRACE_S
+        if self.is_ready:
+            self._connection.post(["stop"])
+        else:
+            self.peer.kill()  # it does not listen while it loads
 
     def join(self) -> None:
-        if not self.peer.wait(max(0.0, self._killed_at_s - time.monotonic())):
+        if not self.peer.wait(max(0.0, self._stop_deadline_s - time.monotonic())):
             self.peer.kill()
         self._receiver.join()
 

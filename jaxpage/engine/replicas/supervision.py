@@ -79,7 +79,7 @@ class Supervisor:
         with self._lock:
             engines = [*self._loading, *self.engines]
         for engine in engines:
-            engine.stop() if engine.is_ready else engine.kill()
+            engine.stop()
         for engine in engines:
             engine.join()
 
@@ -118,7 +118,7 @@ class Supervisor:
         try:
             platform = engine.wait_until_ready()
             if platform != (self.platform or platform):
-                engine.kill()
+                engine.stop()
                 engine.join()
                 raise StartupError(f"engine {number} finds only a {platform} where it had a {self.platform}")
             with self._lock:
