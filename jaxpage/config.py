@@ -31,7 +31,7 @@ KV_CACHE_DTYPES = {
 """Names of the option's values, which are vLLM's, to those of the types; None: as the activations."""
 QUANTIZATIONS = ("int8", "int4", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_IMPLEMENTATIONS = ("auto", "mosaic_tpu", "mosaic_gpu", "triton", "xla", "reference")
+ATTENTION_IMPLEMENTATIONS = ("auto", "mosaic_tpu", "mosaic_gpu", "triton", "native", "xla", "reference")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 DATA_PARALLEL_BACKENDS = ("thread", "process", "ray")

@@ -239,9 +239,9 @@ def _cases(
 
 def _implementations(case: Case, platform: str, wanted: list[str] | None) -> list[str]:
     """Those of the platform; by default without what is taken only where all kernels refuse."""
-    names = [name for name in dispatch.ORDER.get(platform, dispatch.ORDER["cpu"]) if name in case.implementations]
-    kernels = [name for name in names if name not in dispatch.PORTABLE]
-    return [name for name in names if name in wanted] if wanted else kernels or names
+    names = [name for name in dispatch.ORDER.get(platform, dispatch.PORTABLE) if name in case.implementations]
+    kernels = [name for name in names if name not in (*dispatch.PORTABLE, *dispatch.COMPILED)]
+    return [name for name in names if name in wanted] if wanted else kernels or ["xla"]
 
 
 def _lower(

@@ -7,8 +7,9 @@ operations has ``op.name``, the function ``name`` of such a module.
 How "auto" picks. Implementations in ``PORTABLE`` take every case on every platform. Those before them in ``ORDER`` are
 kernels for one platform, which take part only if their module imports (JAX may lack the backend), the device suits and
 a probe passes: the call, by shapes alone, is traced, lowered for the platform and, where a device of that platform is
-at hand, compiled. A kernel that raises NotImplementedError, or that this JAX or this chip cannot compile, is passed
-over with its reason and never breaks the program around it. A probe runs once a shape; CPU has none.
+at hand, compiled; of ``COMPILED`` kernels, which are finished code by then, tracing is all. A kernel that raises
+NotImplementedError, or that this JAX or this chip cannot compile, is passed over with its reason and never breaks the
+program around it. A probe runs once a shape.
 
 Which device. That of the abstract mesh around the call, if it names one, else the one at hand. Without either a probe
 for "gpu" lowers for an H100; the program itself JAX from 0.11 on then lowers inside such a mesh only.
@@ -16,9 +17,9 @@ for "gpu" lowers for an H100; the program itself JAX from 0.11 on then lowers in
 Which platform. JAX tells a traced function nothing about the platform it will be lowered for, so it is the
 ``platform`` argument or else that of the default device (``jax.default_device``, ``jax.default_backend()``). A program
 traced for one platform and lowered for another needs the argument, or tracing (not lowering) inside
-``jax.default_device("tpu")``, which wants no TPU; without either a CPU machine picks "xla", which lowers for all of
-them. ``lax.platform_dependent`` would settle it at lowering time but trace every kernel on every platform, once a layer
-and shape, and could not pass over one that fails to lower.
+``jax.default_device("tpu")``, which wants no TPU; without either a CPU machine picks what runs there.
+``lax.platform_dependent`` would settle it at lowering time but trace every kernel on every platform, once a layer and
+shape, and could not pass over one that fails to lower.
 
 Logger "pallas_kernels" says at level INFO which implementation each shape gets and why others were passed over;
 ``JAXPAGE_LOG=kernels`` in the environment shows it on stderr.
@@ -38,10 +39,12 @@ import jax
 
 from pallas_kernels.targets import TARGETS, compute_capability
 
-ORDER = {"tpu": ("mosaic_tpu", "xla"), "gpu": ("mosaic_gpu", "triton", "xla"), "cpu": ("xla",)}
-"""Implementations by preference, for each platform; an operation may lack some. Other platforms take "cpu"'s."""
+ORDER = {"tpu": ("mosaic_tpu", "xla"), "gpu": ("mosaic_gpu", "triton", "xla"), "cpu": ("native", "xla")}
+"""Implementations by preference, for each platform; an operation may lack some. Other platforms take "xla"."""
 PORTABLE = ("xla", "reference")
 """Implementations in plain jax.numpy: they take every case, lower for every platform and are not probed."""
+COMPILED = ("native",)
+"""Implementations that no compiler of XLA's sees."""
 LOWERING_PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 MIN_CAPABILITY = {"mosaic_gpu": 9.0, "triton": 8.0}
 """Least compute capability of an NVIDIA GPU for an implementation."""
@@ -99,7 +102,7 @@ def choose(
     device_kind = _abstract_device_kind()
     structs = tuple((name, None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)) for name, x in arrays.items())
     refusals = {}
-    for name in ORDER.get(platform, ORDER["cpu"]):
+    for name in ORDER.get(platform, ("xla",)):
         if name not in names:
             continue
         try:
@@ -107,7 +110,13 @@ def choose(
             if name not in PORTABLE:
                 _check_device(name, platform)
                 refusal = _probe(
-                    function, structs, tuple(options.items()), platform, device_kind, _has_device(platform)
+                    function,
+                    structs,
+                    tuple(options.items()),
+                    platform,
+                    device_kind,
+                    _has_device(platform),
+                    name in COMPILED,
                 )
                 if refusal:
                     raise NotImplementedError(refusal)
@@ -179,15 +188,19 @@ def _probe(
     platform: str,
     device_kind: str | None,
     has_device: bool,
+    is_compiled: bool,
 ) -> str | None:
     """Why a kernel does not take a case; None if it compiles, or lowers where there is no device to compile for.
 
     Args:
+        is_compiled: there is nothing to compile or lower.
         device_kind: that of the abstract mesh around the call, if any; what JAX lowers depends on it.
     """
     jitted = jax.jit(functools.partial(function, **dict(options)))
     try:
-        if has_device:
+        if is_compiled:
+            jitted.trace(**dict(structs))
+        elif has_device:
             jitted.trace(**dict(structs)).lower().compile()
         else:
             mesh = jax.sharding.get_abstract_mesh()

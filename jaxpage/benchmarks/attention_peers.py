@@ -200,6 +200,7 @@ def _main() -> None:
                 ways, answer = _prepare(question["case"])
                 repeats = {name: max(1, round(LEAST_SECONDS / _timed(run, 1))) for name, run in ways.items()}
             else:
+                _timed(ways[question["name"]], 1)  # who had its turn before left caches to itself
                 answer = _timed(ways[question["name"]], repeats[question["name"]])
             print("RESULT " + json.dumps(answer), flush=True)
 

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -34,6 +35,10 @@ TOLERANCE = {"float32": 1e-4}
 OTHER_TOLERANCE = 2e-2
 RIVAL_TOLERANCE = 5e-2
 """Others may round as they like; this finds calls that compute something else."""
+
+
+PEER_REST_S = 0.3
+"""After its turn a peer's threads wait for more work, awake, for up to 0.2 s (OpenMP), on cores that ours need."""
 
 
 class Shape(NamedTuple):
@@ -212,6 +217,7 @@ def _times(
         for name in ways:
             assert peer is not None
             times[name].append(peer.measure(name))
+        time.sleep(PEER_REST_S if ways else 0)
     return times
 
 

@@ -1,6 +1,6 @@
 """Matrix products with weights stored as [out_features, in_features], as checkpoints have them.
 
-The one seam where a platform's preferred operand order and quantised weights come in.
+The one seam where quantised weights and weights split over devices come in.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxpage.parallel.ring import product_of_all, share_of_sum
 from jaxpage.parallel.sharding import Layout, on_local_parts, summed
-from pallas_kernels import QuantizedWeight, quantized_matmul
+from pallas_kernels import QuantizedWeight, matmul, quantized_matmul
 
 Weight = Float[Array, "... D"] | QuantizedWeight
 Axes = tuple[str | None, ...]
@@ -25,6 +24,7 @@ def linear(
     weight: Weight,
     bias: Float[Array, "..."] | None = None,
     *,
+    num_tokens: Int[Array, ""] | None = None,
     axes: Axes = (),
     layout: Layout | None = None,
     is_between_blocks: bool = False,
@@ -34,18 +34,20 @@ def linear(
     Accumulation is float32 on each device; sums over devices are of numbers in the dtype of ``x``.
 
     Args:
+        num_tokens: rows of ``x`` from here on are padding, whose result means nothing; None: there is none.
         axes: logical axes of the weight, for a layout.
         is_between_blocks: ``x`` or the result are hidden states between blocks, whose tokens may be passed on.
     """
     if is_between_blocks and layout is not None and any(layout.passes_tokens(axis, len(x)) for axis in axes):
         y = _in_a_ring(x, weight, axes, layout)
     elif isinstance(weight, QuantizedWeight):
-        y = _quantized(x, weight, axes, layout)
+        y = _quantized(x, weight, num_tokens, axes, layout)
     else:
         # Devices that have parts of the sums exchange them as activations are, in bfloat16 half as many bytes.
         has_parts = layout is not None and axes[-1] is not None and layout.ways(axes[-1]) > 1
-        on_the_right = partial(_weight_on_the_right, result=x.dtype if has_parts else jnp.float32)
-        y = lax.platform_dependent(x, weight, cpu=_weight_on_the_left, default=on_the_right)
+        # XLA splits its own products over devices and nothing else.
+        implementation, sum_dtype = "auto" if layout is None else "xla", x.dtype if has_parts else jnp.float32
+        y = matmul(x, weight, num_real=num_tokens, sum_dtype=sum_dtype, implementation=implementation)
     return y if bias is None else y + bias
 
 
@@ -70,8 +72,7 @@ def _in_a_ring(x: Float[Array, "T D"], weight: Weight, axes: Axes, layout: Layou
     def product(weight: Any, part: Array) -> Array:
         if isinstance(weight, QuantizedWeight):
             return quantized_matmul(part, weight.as_matrix()).reshape(part.shape[0], *weight.shape[:-1])
-        on_the_right = partial(_weight_on_the_right, result=jnp.float32)
-        return lax.platform_dependent(part, weight, cpu=_weight_on_the_left, default=on_the_right)
+        return matmul(part, weight)
 
     def passed_on(x: Array, weight: Any) -> Array:
         return (share_of_sum if has_parts_of_sums else product_of_all)(partial(product, weight), x, mesh_axis)
@@ -81,29 +82,21 @@ def _in_a_ring(x: Float[Array, "T D"], weight: Weight, axes: Axes, layout: Layou
     return on_local_parts(layout, passed_on, in_axes, (tokens_out, *rows), x, weight)
 
 
-def _quantized(x: Float[Array, "T D"], weight: QuantizedWeight, axes: Axes, layout: Layout | None) -> Array:
+def _quantized(
+    x: Float[Array, "T D"],
+    weight: QuantizedWeight,
+    num_tokens: Int[Array, ""] | None,
+    axes: Axes,
+    layout: Layout | None,
+) -> Array:
     *rows, columns = axes if layout is not None else (None,) * len(weight.shape)
 
-    def product(x: Array, weight: QuantizedWeight) -> Array:
-        y = quantized_matmul(x, weight.as_matrix()).reshape(x.shape[0], *weight.shape[:-1])
+    num_tokens = jnp.int32(x.shape[0]) if num_tokens is None else num_tokens
+
+    def product(x: Array, weight: QuantizedWeight, num_tokens: Array) -> Array:
+        y = quantized_matmul(x, weight.as_matrix(), num_real=num_tokens).reshape(x.shape[0], *weight.shape[:-1])
         # Where its columns are split, each device has a part of every sum.
         return summed(layout, y, columns)
 
-    in_axes = ((None, columns), weight_axes(weight, (*rows, columns)))
-    return on_local_parts(layout, product, in_axes, (None, *rows), x, weight)
-
-
-# A weight keeps its shape: made a matrix, one that devices split by its second dimension would have to be gathered.
-
-
-def _weight_on_the_right(x: Float[Array, "T D"], weight: Float[Array, "... D"], result: Any) -> Float[Array, "T ..."]:
-    contracted = (((1,), (weight.ndim - 1,)), ((), ()))
-    return lax.dot_general(x, weight, contracted, preferred_element_type=result).astype(x.dtype)
-
-
-def _weight_on_the_left(x: Float[Array, "T D"], weight: Float[Array, "... D"]) -> Float[Array, "T ..."]:
-    # XLA's CPU matrix product repacks its operands on every call; for few tokens that is most of the time, and with the
-    # weight as left operand it costs about half. The barriers keep XLA from folding the transposes back in.
-    contracted = (((weight.ndim - 1,), (0,)), ((), ()))
-    y = lax.dot_general(weight, lax.optimization_barrier(x.T), contracted, preferred_element_type=jnp.float32)
-    return jnp.moveaxis(lax.optimization_barrier(y), -1, 0).astype(x.dtype)
+    in_axes = ((None, columns), weight_axes(weight, (*rows, columns)), ())
+    return on_local_parts(layout, product, in_axes, (None, *rows), x, weight, num_tokens)

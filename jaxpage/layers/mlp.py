@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.linear import Weight, linear
 from jaxpage.parallel.sharding import Layout
@@ -25,12 +25,13 @@ def gated_mlp(
     activation: str,
     gate_up_bias: Float[Array, "2 F"] | None = None,
     down_bias: Float[Array, " D"] | None = None,
+    num_tokens: Int[Array, ""] | None = None,
     layout: Layout | None = None,
 ) -> Float[Array, "T D"]:
     """``down(activation(gate(x)) * up(x))`` (Shazeer, 2020), ``activation`` a key of ACTIVATIONS.
 
-    Weights are [2, F, D] and [D, F].
+    Weights are [2, F, D] and [D, F]; for ``num_tokens`` see ``linear``.
     """
-    both = linear(x, gate_up, gate_up_bias, axes=(None, "ffn", "hidden"), layout=layout, is_between_blocks=True)
-    inner = ACTIVATIONS[activation](both[:, 0]) * both[:, 1]
-    return linear(inner, down, down_bias, axes=("hidden", "ffn"), layout=layout, is_between_blocks=True)
+    between = partial(linear, num_tokens=num_tokens, layout=layout, is_between_blocks=True)
+    both = between(x, gate_up, gate_up_bias, axes=(None, "ffn", "hidden"))
+    return between(ACTIVATIONS[activation](both[:, 0]) * both[:, 1], down, down_bias, axes=("hidden", "ffn"))

@@ -143,32 +143,32 @@ def _attention(
     implementation: str,
     layout: Layout | None,
 ) -> tuple[LayerCache, Float[Array, "T D"]]:
-    num_tokens = len(normed)
-    qkv_axes = ("kv_heads", None, None, "hidden")
+    between = partial(linear, num_tokens=_num_real(inputs), layout=layout, is_between_blocks=True)
     # [T, K, G + 2, H]
-    qkv = linear(normed, params["qkv"], params.get("qkv_bias"), axes=qkv_axes, layout=layout, is_between_blocks=True)
+    qkv = between(normed, params["qkv"], params.get("qkv_bias"), axes=("kv_heads", None, None, "hidden"))
     qk, v = qkv[:, :, :-1], qkv[:, :, -1]
     if spec.qk_norm:
         group = config.num_heads // config.num_kv_heads
         scales = jnp.stack([params["q_norm"]] * group + [params["k_norm"]])
         qk = rms_norm(qk, scales, config.norm_eps)
-    qk = rotate(qk.reshape(num_tokens, -1, config.head_dim), rope).reshape(qk.shape)
+    qk = rotate(qk.reshape(len(qk), -1, config.head_dim), rope).reshape(qk.shape)
     q, k = qk[:, :, :-1], qk[:, :, -1]
     kv_cache = kv_cache.write(k, v, inputs.slot_mapping, layout)
     attended = kv_cache.attend(
-        q.reshape(num_tokens, config.num_heads, config.head_dim),
+        q.reshape(len(q), config.num_heads, config.head_dim),
         inputs.attention,
         layout,
         scale=config.attention_scale,
         sliding_window=spec.sliding_window,
         implementation=implementation,
     )
-    heads = attended.reshape(num_tokens, -1)
-    update = linear(
-        heads, params["output"], params.get("output_bias"), axes=("hidden", "heads"), layout=layout,
-        is_between_blocks=True,
-    )  # fmt: skip
-    return kv_cache, update
+    heads = attended.reshape(len(attended), -1)
+    return kv_cache, between(heads, params["output"], params.get("output_bias"), axes=("hidden", "heads"))
+
+
+def _num_real(inputs: ModelInputs) -> Int[Array, ""]:
+    """Tokens of the batch; the rest is padding."""
+    return inputs.attention.cu_seqlens_q[-1]
 
 
 def _mlp(
@@ -182,6 +182,7 @@ def _mlp(
             spec.activation,
             params.get("gate_up_bias"),
             params.get("down_bias"),
+            _num_real(inputs),
             layout,
         )
     return moe_mlp(
@@ -192,15 +193,19 @@ def _mlp(
         spec.activation,
         num_experts_per_tok=spec.experts.num_experts_per_tok,
         norm_topk_prob=spec.experts.norm_topk_prob,
-        num_tokens=inputs.attention.cu_seqlens_q[-1],
+        num_tokens=_num_real(inputs),
         layout=layout,
     )
 
 
 def unembed(
-    params: Params, config: ModelConfig, hidden: Float[Array, "R D"], layout: Layout | None = None
+    params: Params,
+    config: ModelConfig,
+    hidden: Float[Array, "R D"],
+    layout: Layout | None = None,
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "R V"]:
-    """Logits in float32 of some hidden states."""
+    """Logits in float32 of some hidden states; those from ``num_rows`` on, if given, mean nothing."""
     weight = params["embedding"] if config.tied_embeddings else params["lm_head"]
-    logits = linear(hidden, weight, axes=("vocab", "hidden"), layout=layout)
+    logits = linear(hidden, weight, num_tokens=num_rows, axes=("vocab", "hidden"), layout=layout)
     return constrain(layout, logits, (None, "vocab")).astype(jnp.float32)

@@ -103,7 +103,9 @@ def _sample(
     hidden = final_norm(params, config, x, options.layout)
     flags = dict(zip(Packing.FLAGS, fields["flags"] != 0, strict=True))
     with jax.named_scope("logits"):
-        logits = unembed(params, config, hidden[fields["logits_indices"]], options.layout)
+        # Rows that sample come first, as a rule: what lies behind the last of them costs nothing.
+        end = jnp.max(jnp.where(fields["samples"] != 0, jnp.arange(1, packing.num_rows + 1), 0))
+        logits = unembed(params, config, hidden[fields["logits_indices"]], options.layout, end)
     with jax.named_scope("sample"):
         sampling = sampling_tensors(fields)
         token_ids = sample(logits, sampling, state, flags["has_edits"], flags["has_randomness"], flags["has_filters"])
@@ -212,7 +214,8 @@ def score_prompt(
 
     def some_rows(index: Int[Array, ""], scores: ScoredTokens) -> ScoredTokens:
         start = index * rows
-        logits = unembed(params, options.config, lax.dynamic_slice_in_dim(hidden, start, rows), options.layout)
+        some = lax.dynamic_slice_in_dim(hidden, start, rows)
+        logits = unembed(params, options.config, some, options.layout, jnp.minimum(wanted - start, rows))
         part = score(logits, jnp.maximum(lax.dynamic_slice_in_dim(targets, start, rows), 0), num_logprobs)
         return jax.tree.map(lambda whole, piece: lax.dynamic_update_slice_in_dim(whole, piece, start, 0), scores, part)
 

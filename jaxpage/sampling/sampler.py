@@ -74,11 +74,9 @@ def _argmax_in_two_steps(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     # XLA's CPU argmax is a scalar loop over (value, index) pairs. A maximum vectorises: it finds the piece of the
     # vocabulary that holds the winner, and only that piece is searched for it. Some 20 times faster at 32 rows.
     num_rows, vocab_size = logits.shape
-    pieces = math.gcd(vocab_size, ARGMAX_PIECES)
-    columns = logits.T.reshape(pieces, vocab_size // pieces, num_rows)
-    piece = _argmax(jnp.max(columns, axis=1).T)
-    inside = _argmax(columns[piece, :, jnp.arange(num_rows)])
-    return piece * (vocab_size // pieces) + inside
+    pieces = logits.reshape(num_rows, math.gcd(vocab_size, ARGMAX_PIECES), -1)
+    piece = _argmax(jnp.max(pieces, axis=2))
+    return piece * pieces.shape[2] + _argmax(pieces[jnp.arange(num_rows), piece])
 
 
 def _noise(seeds: UInt[Array, "B 3"], positions: Int[Array, " B"], vocab_size: int) -> Float[Array, "B V"]:

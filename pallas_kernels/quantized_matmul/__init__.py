@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.quantized_matmul.weight import (
@@ -20,11 +20,16 @@ from pallas_kernels.quantized_matmul.weight import (
 
 __all__ = ["GROUP_SIZES", "IMPLEMENTATIONS", "KINDS", "QuantizedWeight", "dequantize", "quantize", "quantized_matmul"]
 
-IMPLEMENTATIONS = ("mosaic_tpu", "triton", "xla", "reference")
+IMPLEMENTATIONS = ("mosaic_tpu", "triton", "native", "xla", "reference")
 
 
 def quantized_matmul(
-    x: Float[Array, "T D"], weight: QuantizedWeight, *, implementation: str = "auto", platform: str | None = None
+    x: Float[Array, "T D"],
+    weight: QuantizedWeight,
+    *,
+    num_real: Int[Array, ""] | None = None,
+    implementation: str = "auto",
+    platform: str | None = None,
 ) -> Float[Array, "T F"]:
     """``x @ w.T`` for the real weight ``w`` [F, D] that ``weight`` stands for.
 
@@ -36,6 +41,8 @@ def quantized_matmul(
     Args:
         x: bfloat16 or float32.
         weight: of two dimensions (see ``QuantizedWeight.as_matrix``).
+        num_real: rows of ``x`` from here on are padding: an implementation may leave them out, and what the result
+            holds there (no NaN for a finite ``x``) means nothing. None: there is none.
         implementation: one of ``IMPLEMENTATIONS``, or "auto" for the best that takes the case.
         platform: "cpu", "gpu" or "tpu", if this is traced for another one than the default device's.
 
@@ -50,7 +57,7 @@ def quantized_matmul(
     choice = dispatch.choose(
         "quantized_matmul", IMPLEMENTATIONS, arrays, {}, implementation=implementation, platform=platform
     )
-    return choice.function(**arrays)
+    return choice.function(**arrays, num_real=num_real)
 
 
 def explain(

@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import tiles
 from pallas_kernels.quantized_matmul.weight import group_size_of, key_of
@@ -76,13 +76,18 @@ class _Plan(NamedTuple):
 
 
 def quantized_matmul(
-    x: Float[Array, "T D"], values: Num[Array, "F bytes"], scales: Float[Array, "..."]
+    x: Float[Array, "T D"],
+    values: Num[Array, "F bytes"],
+    scales: Float[Array, "..."],
+    *,
+    num_real: Int[Array, ""] | None = None,
 ) -> Float[Array, "T F"]:
     """See ``pallas_kernels.quantized_matmul``.
 
     Raises:
         NotImplementedError: for a number of columns that neither is divided by a tile nor fits one.
     """
+    del num_real
     num_tokens, (num_rows, row_bytes) = x.shape[0], values.shape
     group_size = group_size_of(values, scales)
     half = None if group_size is None else group_size // 2

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import tiles
 from pallas_kernels.quantized_matmul.weight import decode_fp8, group_size_of, key_of, kind_of
@@ -38,13 +38,19 @@ FP8_CAPABILITY = 8.9
 
 
 def quantized_matmul(
-    x: Float[Array, "T D"], values: Num[Array, "F bytes"], scales: Float[Array, "..."], *, interpret: bool = False
+    x: Float[Array, "T D"],
+    values: Num[Array, "F bytes"],
+    scales: Float[Array, "..."],
+    *,
+    num_real: Int[Array, ""] | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "T F"]:
     """See ``pallas_kernels.quantized_matmul``; ``interpret`` runs the kernel in XLA on any platform.
 
     Raises:
         NotImplementedError: for weights or activations too large to address.
     """
+    del num_real
     if max(x.size, values.size, x.shape[0] * values.shape[0]) >= 2**31:
         raise NotImplementedError(f"x {x.shape} and values {values.shape}: offsets are 32-bit")
     group_size = group_size_of(values, scales)

@@ -7,7 +7,7 @@ import operator
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.quantized_matmul.weight import decode_fp8, kind_of
 
@@ -16,9 +16,14 @@ CPU_TILE_ROWS = 128
 
 
 def quantized_matmul(
-    x: Float[Array, "T D"], values: Num[Array, "F bytes"], scales: Float[Array, "..."]
+    x: Float[Array, "T D"],
+    values: Num[Array, "F bytes"],
+    scales: Float[Array, "..."],
+    *,
+    num_real: Int[Array, ""] | None = None,
 ) -> Float[Array, "T F"]:
     """See ``pallas_kernels.quantized_matmul``. For bfloat16, int4 weights are rounded to it after scaling."""
+    del num_real
     return lax.platform_dependent(x, values, scales, cpu=_in_tiles, default=_at_once)
 
 

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import dispatch
 
-IMPLEMENTATIONS = ("mosaic_tpu", "mosaic_gpu", "triton", "xla", "reference")
-"""Modules of this folder: ``mosaic_tpu`` for TPU, ``mosaic_gpu`` (Hopper, Blackwell) and ``triton`` for NVIDIA GPUs;
-the other two for any platform."""
+IMPLEMENTATIONS = ("mosaic_tpu", "mosaic_gpu", "triton", "native", "xla", "reference")
+"""Modules of this folder: ``mosaic_tpu`` for TPU, ``mosaic_gpu`` (Hopper, Blackwell) and ``triton`` for NVIDIA GPUs,
+``native`` for the CPU at hand; the other two for any platform."""
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 

@@ -204,6 +204,11 @@ def _gpu(decode: _Decode, tokens: np.ndarray) -> int:
     return moved + decode.query_bytes + np.sum(decode.blocks) * TABLE_BYTES
 
 
+def _native(decode: _Decode) -> int:
+    """Visible tokens alone, once; the table of a row once a KV head, all but once from the cache."""
+    return _gpu(decode, decode.visible)
+
+
 def _splits(decode: _Decode, least_tokens: int) -> np.ndarray:
     return -(-decode.visible // least_tokens)
 
@@ -225,5 +230,6 @@ _FORMULAS: dict[str, Callable[[_Decode], int]] = {
     "mosaic_tpu": _mosaic_tpu,
     "mosaic_gpu": _mosaic_gpu,
     "triton": _triton,
+    "native": _native,
     "xla": _xla,
 }

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpp import HAS_COMPILER, ON_CPU
 
 from jaxpage.benchmarks import attention_rivals, device_rates, kernels
 from jaxpage.benchmarks.attention_peers import Peer
@@ -87,14 +88,17 @@ class TestMeasure:
     @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
     def test_rows(self, shape: kernels.Shape) -> None:
         rows = {row["by"]: row for row in kernels.measure(shape, "cpu", None, None, 2, RATES)}
-        assert list(rows) == ["xla", "jax dense xla"]
-        for row in rows.values():
+        assert list(rows) == ["native", "xla", "jax dense xla"]
+        for name, row in rows.items():
+            if name == "native" and not HAS_COMPILER:
+                assert "no C++ compiler" in row["note"]
+                continue
             assert row["ms"] >= row["least ms"] > 0
             assert float(row["error"]) < 1e-5
             assert not row["note"]
         if shape.is_decode:
             assert rows["xla"]["of copy"] == pytest.approx(rows["xla"]["GB/s"])
-            assert rows["xla"]["bytes / least"] > 1
+            assert rows["xla"]["bytes / least"] > rows["native"]["bytes / least"] > 1
             assert rows["jax dense xla"]["bytes / least"] is None
         else:
             assert rows["xla"]["of matmul"] == pytest.approx(1e3 * rows["xla"]["TFLOP/s"])
@@ -214,7 +218,7 @@ def test_the_command(
     result = json.loads(path.read_text())
     assert result["settings"]["peer"]["torch"] == "0.fake"
     assert {row["by"] for row in result["rows"] if row["ms"] is not None} == {
-        "xla", "jax dense xla", "torch SDPA, repeated", "torch SDPA, stacked"
+        ON_CPU, "xla", "jax dense xla", "torch SDPA, repeated", "torch SDPA, stacked"
     }  # fmt: skip
     assert all(np.isfinite(row["ms"]) for row in result["rows"] if row["ms"] is not None)
 

@@ -102,6 +102,7 @@ CASES: dict[str, Case] = {
     "nothing": Case(requests=(), num_tokens=4, num_rows=2),
     "window 1": Case(**MIXED, sliding_window=1),
     "window 18": Case(**MIXED, sliding_window=18),
+    "window 70": Case(requests=((1, 200), (130, 190), (3, 67)), num_tokens=140, num_rows=4, sliding_window=70),
     "window 20 decodes 4/1x256 bf16": Case(**DECODES, **GEMMA3, **BF16, sliding_window=20),
     "soft cap": Case(**MIXED, soft_cap=3.0, scale=1.0),
     "scale": Case(**MIXED, scale=0.4),

@@ -1,4 +1,4 @@
-"""Tests for quantised weights and their product: storage, the contract through XLA, dispatch, errors."""
+"""Tests for quantised weights and their product: storage, the contract on CPU, dispatch, errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantized_matmul_contract as contract
+from cpp import NATIVE, ON_CPU
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_profiles import is_nightly
 from quantized_matmul_contract import make
 
-from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize, explain, quantize, quantized_matmul, xla
+from pallas_kernels.quantized_matmul import (
+    QuantizedWeight,
+    dequantize,
+    explain,
+    native,
+    quantize,
+    quantized_matmul,
+    xla,
+)
 from pallas_kernels.quantized_matmul.weight import decode_fp8
 
 QUICK_CASES = ("int8", "int8 many tokens", "fp8 f32", "int4", "int4 groups of 32", "int4 one token")
@@ -22,8 +31,10 @@ QUICK_CASES = ("int8", "int8 many tokens", "fp8 f32", "int4", "int4 groups of 32
 
 
 @pytest.mark.parametrize("name", sorted(contract.CASES) if is_nightly else QUICK_CASES)
-def test_contract_through_xla(name: str) -> None:
-    contract.check_contract(xla.quantized_matmul, contract.CASES[name])
+@pytest.mark.parametrize("implementation", [NATIVE, "xla"])
+def test_contract(implementation: str, name: str) -> None:
+    function = {"native": native, "xla": xla}[implementation].quantized_matmul
+    contract.check_contract(function, contract.CASES[name])
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8 f32", "int4 groups of 64"])
@@ -100,12 +111,21 @@ def test_a_weight_is_a_pytree_with_a_shape(kind: str, group_size: int | None) ->
     )
 
 
-def test_auto_takes_xla_on_cpu_and_kernels_elsewhere() -> None:
+@pytest.mark.parametrize("num_real", [0, 1, 30, 136])
+@pytest.mark.parametrize("name", ["int8 many tokens", "int4 many tokens"])
+def test_padding_may_be_left_out(name: str, num_real: int) -> None:
+    x, weight = contract.arguments(contract.CASES[name])
+    y = np.asarray(quantized_matmul(x, weight, num_real=jnp.int32(num_real)), np.float32)
+    np.testing.assert_array_equal(y[:num_real], np.asarray(quantized_matmul(x, weight), np.float32)[:num_real])
+    assert np.isfinite(y).all()
+
+
+def test_auto_takes_a_kernel_everywhere() -> None:
     x, weight = contract.arguments(contract.CASES["int4"])
-    assert explain(x, weight).implementation == "xla"
+    assert explain(x, weight).implementation == ON_CPU
     assert explain(x, weight, platform="tpu").implementation == "mosaic_tpu"
     np.testing.assert_array_equal(
-        quantized_matmul(x, weight), quantized_matmul(x, weight, implementation="xla"), strict=True
+        quantized_matmul(x, weight), quantized_matmul(x, weight, implementation=ON_CPU), strict=True
     )
 
 

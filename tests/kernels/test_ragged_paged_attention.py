@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_contract import CASES, LARGEST, arguments, check_contract, expected
+from cpp import NATIVE, ON_CPU
 
 from pallas_kernels import AttentionMetadata, dispatch, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention import explain, reference, xla
+from pallas_kernels.ragged_paged_attention import explain, native, reference, xla
 from pallas_kernels.targets import TARGETS
 
 # One padded shape for all batches of a geometry, so that each implementation is compiled once for it.
@@ -174,8 +175,9 @@ def check(implementation: str, case: Case, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_xla_keeps_the_contract(name: str) -> None:
-    check_contract(xla.ragged_paged_attention, CASES[name])
+@pytest.mark.parametrize("implementation", [NATIVE, "xla"])
+def test_the_contract(implementation: str, name: str) -> None:
+    check_contract({"native": native, "xla": xla}[implementation].ragged_paged_attention, CASES[name])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.sinks or case.kv_dtype in LARGEST])
@@ -204,11 +206,13 @@ def test_reference_agrees_with_the_oracle_on_sinks_and_scales(name: str) -> None
     np.testing.assert_allclose(expected(spec), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", dispatch.PORTABLE)
+@pytest.mark.parametrize("implementation", [*dispatch.PORTABLE, NATIVE])
 class TestContract:
     @pytest.mark.parametrize("batch", BATCHES)
     @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
     def test_batches(self, implementation: str, geometry: Geometry, batch: str) -> None:
+        if implementation == "native" and geometry.head_dim % native.HEAD_DIM_MULTIPLE:
+            implementation = "auto"  # it refuses, which must lead to one that does not
         check(implementation, make_case(geometry, BATCHES[batch], seed=len(batch)))
 
     @pytest.mark.parametrize("geometry", [SMALL, Geometry(9, 3, 64, 16)], ids=str)
@@ -348,8 +352,10 @@ class TestDispatch:
         yield install
         dispatch._say_once.cache_clear()
 
-    def test_cpu_takes_xla(self) -> None:
+    def test_cpu_takes_cpp_or_else_xla(self) -> None:
         case = make_case(SMALL, BATCHES["decodes, then prompts"])
+        np.testing.assert_array_equal(attend("auto", case, scale=0.25), attend(ON_CPU, case, scale=0.25))
+        case = make_case(GEOMETRIES[1], BATCHES["decodes, then prompts"])
         np.testing.assert_array_equal(attend("auto", case, scale=0.25), attend("xla", case, scale=0.25))
 
     def test_a_kernel_that_compiles_is_taken(self, prefer: Any) -> None:
@@ -497,4 +503,4 @@ class TestDispatch:
             check=True,
         )
         assert "pallas_kernels: ragged_paged_attention q float32[1, 1, 64]" in result.stderr
-        assert "on cpu: xla" in result.stderr
+        assert f"on cpu: {ON_CPU}" in result.stderr

@@ -41,7 +41,7 @@ def test_a_tpu_copies_whole_rows_of_lanes_and_parts_of_long_blocks() -> None:
     assert copied(sliding_window=30) == 64 * 128, "keys 99 to 128 lie in two stretches of 32"
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_tpu", "mosaic_gpu", "triton"])
+@pytest.mark.parametrize("implementation", ["mosaic_tpu", "mosaic_gpu", "triton", "native"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_kernels_stay_within_a_tenth_of_the_minimum(implementation: str, head_dim: int) -> None:
     changes: dict[str, Any] = {"head_dim": head_dim}
@@ -49,7 +49,7 @@ def test_kernels_stay_within_a_tenth_of_the_minimum(implementation: str, head_di
     assert least < moved <= 1.1 * least
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_tpu", "mosaic_gpu", "triton", "xla"])
+@pytest.mark.parametrize("implementation", ["mosaic_tpu", "mosaic_gpu", "triton", "native", "xla"])
 def test_what_adds_bytes(implementation: str) -> None:
     plain = decode_bytes(implementation)
     assert decode_bytes(implementation, has_scales=True) >= plain + 8 * 8 * sum(LENS)

@@ -1,0 +1,26 @@
+"""``matmul`` in C++ for the CPU at hand: each weight is read once, in the order in which it lies in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import native
+
+
+def matmul(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "... D"],
+    *,
+    sum_dtype: Any,
+    num_real: Int[Array, ""] | None = None,
+) -> Float[Array, "T ..."]:
+    """See ``pallas_kernels.matmul``. Sums are float32, and rounded once."""
+    del sum_dtype
+    result = jax.ShapeDtypeStruct((x.shape[0], *weight.shape[:-1]), x.dtype)
+    return native.call(
+        "pallas_kernels_matmul", result, x, weight, native.optional(None), native.optional(num_real, jnp.int32)
+    )

@@ -1,0 +1,22 @@
+"""``matmul`` as it is defined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def matmul(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "... D"],
+    *,
+    sum_dtype: Any,
+    num_real: Int[Array, ""] | None = None,
+) -> Float[Array, "T ..."]:
+    """See ``pallas_kernels.matmul``."""
+    del num_real
+    y = jnp.einsum("td,...d->t...", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    return y.astype(sum_dtype).astype(x.dtype)

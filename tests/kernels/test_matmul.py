@@ -1,0 +1,112 @@
+"""``matmul``: the contract through every implementation, padding, what is refused, and who is picked."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cpp import NATIVE, ON_CPU, needs_compiler
+
+from pallas_kernels.matmul import IMPLEMENTATIONS, explain, matmul
+
+BOUNDS = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Largest error allowed, relative to the largest magnitude of the result in float64."""
+SHAPES = (
+    (1, (96,), 576),
+    (1, (5,), 7),
+    (2, (17, 3), 64),
+    (4, (31,), 100),
+    (8, (3, 2, 10), 576),
+    (13, (130,), 40),
+    (32, (2, 96), 1536),
+    (33, (50,), 2000),
+    (70, (49,), 16),
+)
+"""Tokens, rows of the weight, depth: multiples of tiles and not, shallower than a vector, deeper than a stretch."""
+
+
+@functools.cache
+def arguments(shape: tuple[int, tuple[int, ...], int], dtype: str) -> tuple[jax.Array, jax.Array]:
+    num_tokens, rows, depth = shape
+    random = np.random.default_rng(num_tokens + depth)
+    x, weight = random.standard_normal((num_tokens, depth)), random.standard_normal((*rows, depth))
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+
+
+def product(implementation: str, x: Any, weight: Any, **options: Any) -> np.ndarray:
+    call = jax.jit(functools.partial(matmul, implementation=implementation, **options))
+    y = call(x, weight)
+    assert y.shape == (len(x), *weight.shape[:-1]) and y.dtype == x.dtype
+    return np.asarray(y, np.float32)
+
+
+@pytest.mark.parametrize("implementation", [NATIVE, *IMPLEMENTATIONS[1:]])
+class TestContract:
+    @pytest.mark.parametrize("dtype", BOUNDS)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_error(self, implementation: str, shape: tuple[int, tuple[int, ...], int], dtype: str) -> None:
+        x, weight = arguments(shape, dtype)
+        exact = np.einsum("td,...d->t...", np.asarray(x, np.float64), np.asarray(weight, np.float64))
+        error = np.max(np.abs(product(implementation, x, weight) - exact)) / np.max(np.abs(exact))
+        assert error < BOUNDS[dtype]
+
+    def test_the_same_call_gives_the_same_bits(self, implementation: str) -> None:
+        x, weight = arguments((33, (50,), 2000), "float32")
+        first = product(implementation, x, weight)
+        for _ in range(5):
+            np.testing.assert_array_equal(product(implementation, x, weight), first)
+
+    @pytest.mark.parametrize("num_tokens", [8, 33])
+    def test_a_row_does_not_notice_the_others(self, implementation: str, num_tokens: int) -> None:
+        x, weight = arguments((33, (50,), 2000), "float32")
+        x = x[:num_tokens]
+        alone = product(implementation, jnp.full_like(x, jnp.nan).at[3].set(x[3]), weight)
+        np.testing.assert_array_equal(alone[3], product(implementation, x, weight)[3])
+
+    @pytest.mark.parametrize("dtype", BOUNDS)
+    @pytest.mark.parametrize("num_real", [0, 1, 7, 32, 33])
+    def test_padding(self, implementation: str, num_real: int, dtype: str) -> None:
+        """Bits do not depend on how many rows count; what does not count is at least a number."""
+        x, weight = arguments((33, (50,), 2000), dtype)
+        y = product(implementation, x, weight, num_real=jnp.int32(num_real))
+        np.testing.assert_array_equal(y[:num_real], product(implementation, x, weight)[:num_real])
+        assert np.isfinite(y).all()
+
+    def test_nothing_to_multiply(self, implementation: str) -> None:
+        assert product(implementation, jnp.ones((0, 8)), jnp.ones((3, 8))).shape == (0, 3)
+        assert not product(implementation, jnp.ones((2, 0)), jnp.ones((3, 0)), num_real=jnp.int32(2)).any()
+
+
+@needs_compiler
+def test_a_token_has_the_same_bits_in_batches_of_any_size() -> None:
+    """More than the contract asks for, and true of the C++ one only: sums have one order, whatever the tile."""
+    x, weight = arguments((33, (50,), 2000), "float32")
+    whole = product("native", x, weight)
+    for num_tokens in (1, 2, 5, 8, 31):
+        np.testing.assert_array_equal(product("native", x[:num_tokens], weight), whole[:num_tokens])
+
+
+def test_auto_takes_cpp_on_cpu_and_xla_elsewhere() -> None:
+    x, weight = arguments(SHAPES[0], "float32")
+    assert explain(x, weight).implementation == ON_CPU
+    assert explain(x, weight, platform="gpu").implementation == "xla"
+    assert explain(x, weight, platform="tpu").implementation == "xla"
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options", "message"),
+    [
+        (jnp.ones((2, 8)), jnp.ones((3, 9)), {}, r"weight must be float32 of shape \[..., 8\].* got float32 \(3, 9\)"),
+        (jnp.ones((2, 8)), jnp.ones((3, 8), jnp.bfloat16), {}, "weight must be float32 .* got bfloat16"),
+        (jnp.ones((2, 8), jnp.float16), jnp.ones((3, 8), jnp.float16), {}, "x must be a matrix of bfloat16 or float32"),
+        (jnp.ones(8), jnp.ones((3, 8)), {}, "x must be a matrix"),
+        (jnp.ones((2, 8)), jnp.ones((3, 8)), {"implementation": "fast"}, "implementation must be auto or one of"),
+    ],
+)
+def test_wrong_arguments(x: Any, weight: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        matmul(x, weight, **options)
