@@ -9,7 +9,7 @@ kernels for one platform, which take part only if their module imports (JAX may 
 a probe passes: the call, by shapes alone, is traced, lowered for the platform and, where a device of that platform is
 at hand, compiled; of ``COMPILED`` kernels, which are finished code by then, tracing is all. A kernel that raises
 NotImplementedError, or that this JAX or this chip cannot compile, is passed over with its reason and never breaks the
-program around it. A probe runs once a shape.
+program around it. A probe runs once a shape. Kernels have no derivatives: who wants some names "xla".
 
 Which device. That of the abstract mesh around the call, if it names one, else the one at hand. Without either a probe
 for "gpu" lowers for an H100; the program itself JAX from 0.11 on then lowers inside such a mesh only.

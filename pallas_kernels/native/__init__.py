@@ -2,7 +2,8 @@
 
 XLA's own CPU code repacks a weight for every product and copies the blocks that attention reads; these read both as
 they lie in memory. What is compiled here is for this very CPU (``-march=native``), so it lies in a cache of the machine
-and not in a wheel. It needs a C++17 compiler (``$CXX``, else c++, g++ or clang++) and the headers that jaxlib brings;
+and not in a wheel. It needs a compiler (``$CXX``, else c++, g++ or clang++; GCC from 9 on, Clang from 10 on) and the
+headers that jaxlib brings;
 where there is none, or ``JAXPAGE_NATIVE=0`` is set, the kernels refuse every case and the portable implementations do
 the work.
 
@@ -44,7 +45,7 @@ _lock = threading.Lock()
 
 
 def call(target: str, results: Any, *arrays: Any, **attributes: float | int) -> Any:
-    """Calls a kernel on arrays; for the CPU, inside or outside of jit.
+    """Calls a kernel on arrays; for the CPU, inside or outside of jit. It cannot be differentiated.
 
     Args:
         target: one of ``TARGETS``.
@@ -57,7 +58,7 @@ def call(target: str, results: Any, *arrays: Any, **attributes: float | int) -> 
     """
     require()
     typed = {name: np.float32(x) if isinstance(x, float) else np.int64(x) for name, x in attributes.items()}
-    return jax.ffi.ffi_call(target, results)(*arrays, **typed)
+    return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*arrays, **typed)
 
 
 def optional(array: Any, dtype: Any = jnp.float32) -> jax.Array:
@@ -78,25 +79,32 @@ def require() -> None:
 @functools.cache
 def _load() -> str | None:
     """Makes the kernels known to XLA; why it cannot, if it cannot."""
-    compiler = find_compiler()
-    if compiler is None:
-        return f"no C++ compiler here ($CXX, {', '.join(COMPILERS)})"
     try:
-        library = ctypes.CDLL(str(build(compiler, cache_folder())))
-    except (OSError, subprocess.SubprocessError) as error:
+        compiler = find_compiler()
+        if compiler is None:
+            return f"no C++ compiler here ($CXX, {', '.join(COMPILERS)})"
+        path = build(compiler, cache_folder())
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:  # damaged, as after a loss of power
+            path.unlink(missing_ok=True)
+            library = ctypes.CDLL(str(build(compiler, cache_folder())))
+        functions = [getattr(library, target) for target in TARGETS]
+    except Exception as error:  # whatever a compiler, a disk or a loader comes up with: others can do the work
         said = getattr(error, "stderr", None) or str(error)
+        said = said.decode(errors="replace") if isinstance(said, bytes) else said
         reason = f"the C++ kernels cannot be compiled or loaded: {said.strip():.500}"
         logger.warning("%s", reason)
         return reason
-    for target in TARGETS:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+    for target, function in zip(TARGETS, functions, strict=True):
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     return None
 
 
 def find_compiler() -> list[str] | None:
     """The command of a C++ compiler; None if there is none."""
-    if os.environ.get("CXX"):
-        command = shlex.split(os.environ["CXX"])
+    command = shlex.split(os.environ.get("CXX", ""))
+    if command:
         return command if shutil.which(command[0]) else None
     return next(([name] for name in COMPILERS if shutil.which(name)), None)
 

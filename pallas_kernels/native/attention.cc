@@ -37,7 +37,7 @@ struct Batch {
     const int64_t table_width = block_tables.dimensions()[1], num_blocks = cache.dimensions()[0], width = 2 * head_dim;
     const int32_t* table = block_tables.typed_data() + request * table_width;
     for (int s = 0; s < count;) {
-      // Places outside the table or the cache are their last ones, as in XLA's gathers: nobody's data, but no crash.
+      // Places outside the table or the cache are the nearest inside, as in XLA's gathers: wrong data, but no crash.
       const int64_t place = std::min((first + s) / block_size, table_width - 1), offset = (first + s) % block_size;
       const int64_t block = std::clamp<int64_t>(table[place], 0, num_blocks - 1);
       const int64_t slot = (block * num_kv_heads + kv_head) * block_size + offset;
@@ -315,8 +315,9 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer cach
       soft_cap,
       sliding_window,
   };
+  if (!cache.element_count()) return ffi::Error::InvalidArgument("kv_cache has no blocks");
   const int32_t* starts = cu_seqlens_q.typed_data();
-  if (starts[0] < 0 || !std::is_sorted(starts, starts + cu_seqlens_q.element_count()) ||
+  if (starts[0] != 0 || !std::is_sorted(starts, starts + cu_seqlens_q.element_count()) ||
       starts[seq_lens.element_count()] > sizes[0])
     return ffi::Error::InvalidArgument("cu_seqlens_q must go from 0 up and end within the queries");
   if (batch.q_format == Format::kFloat32)

@@ -129,6 +129,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
     const size_t token_bytes = y->size_bytes() / x.dimensions()[0];
     std::memset(static_cast<char*>(y->untyped_data()) + tokens * token_bytes, 0, y->size_bytes() - tokens * token_bytes);
   }
+  if (!tokens) return ffi::Error::Success();
   Stored weight;
   if (!describe(w, scales, depth, weight)) return ffi::Error::InvalidArgument("weights of a type that is not known");
   if (x.element_type() == ffi::F32) {

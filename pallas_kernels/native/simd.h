@@ -94,7 +94,11 @@ INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 // Lane i of step `width`'s result comes from `a` and `b` as `Pick::index(i, width)` says, b's lanes being kLanes on.
 template <typename Pick, int width, int... lane>
 INLINE Vec shuffle(Vec a, Vec b, std::integer_sequence<int, lane...>) {
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+  return __builtin_shuffle(a, b, IntVec{Pick::index(lane, width)...});
+#else
   return __builtin_shufflevector(a, b, Pick::index(lane, width)...);
+#endif
 }
 
 template <typename Pick, int width>
@@ -162,11 +166,11 @@ INLINE Vec exp(Vec x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  return is_tiny ? Vec{} : (Vec)((IntVec)p + ((IntVec)shifted << 23));
+  return is_tiny ? Vec{} : p * (Vec)(((IntVec)shifted << 23) + 0x3F800000);  // the second factor is 2 to the power n
 }
 
 INLINE Vec tanh(Vec x) {
-  const Vec y = exp(min(x * -2.0f, broadcast(80.0f)));
+  const Vec y = exp(min(broadcast(80.0f), x * -2.0f));  // in this order a NaN remains one
   return (1.0f - y) / (1.0f + y);
 }
 

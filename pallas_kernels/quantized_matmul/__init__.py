@@ -34,9 +34,9 @@ def quantized_matmul(
     """``x @ w.T`` for the real weight ``w`` [F, D] that ``weight`` stands for.
 
     Products are of x in its own dtype with the stored numbers, which bfloat16 holds without loss, and are summed in
-    float32; scales multiply the sums. An implementation may instead scale int4 numbers before the product, rounding
-    them to x's dtype. A row of the result depends on that row of x only, and for one shape not even in its last bit on
-    the others.
+    float32; scales multiply the sums. An implementation may instead scale the numbers before the product, and round
+    those of int4 to x's dtype. A row of the result depends on that row of x only, and for one shape not even in its
+    last bit on the others.
 
     Args:
         x: bfloat16 or float32.

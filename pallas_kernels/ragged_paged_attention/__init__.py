@@ -132,6 +132,13 @@ def _arguments(
     v_scale: float | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arrays and other arguments of an implementation by name, checked."""
+    shapes = [array.shape for array in metadata]
+    num_rows, max_blocks = shapes[0]
+    if shapes[1:] != [(num_rows,), (num_rows + 1,)] or not max_blocks:
+        raise ValueError(
+            "block_tables, seq_lens and cu_seqlens_q must have shapes [B, max_blocks], [B] and [B + 1], "
+            f"got {', '.join(map(str, shapes))}"
+        )
     num_heads, head_dim = q.shape[1:]
     num_blocks, num_kv_heads, block_size, row = kv_cache.shape
     if num_heads % num_kv_heads:

@@ -89,6 +89,7 @@ exec {real} "$@"
     [
         ({"JAXPAGE_NATIVE": "0"}, "JAXPAGE_NATIVE=0 is set"),
         ({"CXX": "no-such-compiler"}, "no C.. compiler here"),
+        ({"CXX": "'"}, "the C.. kernels cannot be compiled or loaded: No closing quotation"),
         ({"CXX": "false"}, "the C.. kernels cannot be compiled or loaded"),
         ({"JAXPAGE_CACHE": "/dev/null"}, "the C.. kernels cannot be compiled or loaded: .*/dev/null"),
     ],
@@ -108,6 +109,20 @@ def test_processes_may_make_it_at_the_same_time(tmp_path: Path) -> None:
     ]
     assert [process.communicate()[0].strip() for process in started] == ["native"] * 3
     assert len(list((tmp_path / "native").iterdir())) == 1
+
+
+def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
+    python(SAY, tmp_path)
+    [library] = (tmp_path / "native").iterdir()
+    library.write_bytes(b"")
+    assert python(SAY, tmp_path).strip() == "native"
+    assert library.stat().st_size > 10_000
+
+
+def test_vmap_is_one_call_after_the_other() -> None:
+    x, weight = jax.random.normal(jax.random.key(0), (3, 5, 64)), jax.random.normal(jax.random.key(1), (7, 64))
+    both = jax.jit(jax.vmap(lambda x: matmul(x, weight, implementation="native")))(x)
+    np.testing.assert_allclose(both, x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 def test_threads_may_call_at_the_same_time() -> None:
@@ -143,10 +158,20 @@ class TestAttention:
             assert np.isfinite(self.attend(tables, [8], [0, 1])).all()
         assert np.isfinite(self.attend([[1, 2]], [10_000], [0, 1])).all(), "more keys than the table has blocks"
 
-    @pytest.mark.parametrize("starts", [[0, 5], [3, 2], [-1, 2]])
+    @pytest.mark.parametrize("starts", [[0, 5], [3, 2], [-1, 2], [2, 4]])
     def test_queries_that_are_not_there_are_an_error(self, starts: list[int]) -> None:
         with pytest.raises(Exception, match="cu_seqlens_q must go from 0 up and end within the queries"):
             self.attend([[1, 2]], [8], starts)
+
+    @pytest.mark.parametrize("soft_cap", [None, 5.0])
+    @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00001, 0x7FC00000])
+    def test_a_nan_of_its_own_stays_one(self, bits: int, soft_cap: float | None) -> None:
+        metadata = AttentionMetadata(jnp.ones((1, 1), jnp.int32), jnp.full(1, 3), jnp.arange(2))
+        nan = np.array(bits, np.uint32).view(np.float32)
+        out = ragged_paged_attention(
+            self.Q, self.CACHE.at[1, :, 1, 3].set(nan), metadata, scale=1.0, soft_cap=soft_cap, implementation="native"
+        )
+        assert np.isnan(out[0]).all()
 
     def test_what_it_refuses_says_why(self) -> None:
         metadata = AttentionMetadata(jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32), jnp.arange(2))

@@ -304,6 +304,14 @@ class TestArguments:
         with pytest.raises(ValueError, match=message):
             ragged_paged_attention(case.q, case.kv_cache, case.metadata, scale=1.0, **wrong)
 
+    @pytest.mark.parametrize("wrong", [(0, (18, 0)), (0, (17, 8)), (1, (17,)), (2, (18,))], ids=str)
+    def test_tables_that_do_not_fit_each_other(self, wrong: tuple[int, tuple[int, ...]]) -> None:
+        case = make_case(SMALL, [(1, 1)])
+        metadata = list(case.metadata)
+        metadata[wrong[0]] = np.zeros(wrong[1], np.int32)
+        with pytest.raises(ValueError, match=r"must have shapes \[B, max_blocks\], \[B\] and \[B \+ 1\], got"):
+            ragged_paged_attention(case.q, case.kv_cache, AttentionMetadata(*metadata), scale=1.0)
+
     def test_heads_that_cannot_be_grouped(self) -> None:
         case = make_case(SMALL, [(1, 1)])
         with pytest.raises(ValueError, match="num_heads 3 is not a multiple of num_kv_heads 2"):
