@@ -126,7 +126,9 @@ class ForcedModel:
         self._sample_indices = fields["seeds"][:, 2].astype(jnp.int32)
         return _model_inputs(fields, last_token, block_size)
 
-    def _unembed(self, params: Any, config: Any, histories: jax.Array, layout: None) -> jax.Array:
+    def _unembed(
+        self, params: Any, config: Any, histories: jax.Array, layout: None = None, num_rows: jax.Array | None = None
+    ) -> jax.Array:
         samples, self._sample_indices = self._sample_indices, None
         is_drawing = samples is not None
         if samples is None:  # a prompt is scored
