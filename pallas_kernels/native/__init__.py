@@ -3,9 +3,8 @@
 XLA's own CPU code repacks a weight for every product and copies the blocks that attention reads; these read both as
 they lie in memory. What is compiled here is for this very CPU (``-march=native``), so it lies in a cache of the machine
 and not in a wheel. It needs a compiler (``$CXX``, else c++, g++ or clang++; GCC from 9 on, Clang from 10 on) and the
-headers that jaxlib brings;
-where there is none, or ``JAXPAGE_NATIVE=0`` is set, the kernels refuse every case and the portable implementations do
-the work.
+headers that jaxlib brings. Where there is none, or ``JAXPAGE_NATIVE=0`` is set, the kernels refuse every case and the
+portable implementations do the work.
 
 Owns how the library is made, found and called; must not know what any kernel computes. Libraries lie in
 ``$JAXPAGE_CACHE/native``, else ``~/.cache/jaxpage/native``, named by all that they are made of: sources, headers,
