@@ -76,7 +76,8 @@ def main(kv_cache_dtype: str) -> None:
         results.append((compiled(weights, cache, state, packed), compiled))
     ((cache, _, output), _), ((split_cache, _, split_output), program) = results
 
-    np.testing.assert_array_equal(output.token_ids, split_output.token_ids)
+    # Only two of the four rows sample; the others mean nothing.
+    np.testing.assert_array_equal(output.token_ids[:2], split_output.token_ids[:2])
     for layer, split_layer in zip(cache, split_cache, strict=True):
         exact = kv_cache_dtype == "float32"
         np.testing.assert_allclose(layer.kv[1:], split_layer.kv[1:], atol=1e-5 if exact else 1)
