@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.parallel.ring import product_of_all, share_of_sum
 from jaxpage.parallel.sharding import Layout, on_local_parts, summed
-from pallas_kernels import QuantizedWeight, matmul, quantized_matmul
+from pallas_kernels import BlockWeight, QuantizedWeight, matmul, quantized_matmul
+from pallas_kernels.matmul import real_rows
 
-Weight = Float[Array, "... D"] | QuantizedWeight
+Weight = Float[Array, "... D"] | QuantizedWeight | BlockWeight
 Axes = tuple[str | None, ...]
 
 
@@ -49,6 +50,11 @@ def linear(
         implementation, sum_dtype = "auto" if layout is None else "xla", x.dtype if has_parts else jnp.float32
         y = matmul(x, weight, num_real=num_tokens, sum_dtype=sum_dtype, implementation=implementation)
     return y if bias is None else y + bias
+
+
+def rows_of(weight: Float[Array, "F D"] | BlockWeight, rows: Int[Array, " N"]) -> Float[Array, "N D"]:
+    """Some rows of a weight."""
+    return real_rows(weight, rows) if isinstance(weight, BlockWeight) else weight[rows]
 
 
 def weight_axes(weight: Any, axes: Axes) -> Any:

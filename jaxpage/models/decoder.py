@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.batch import ModelInputs
 from jaxpage.layers.kv_cache import KVCache, LayerCache
-from jaxpage.layers.linear import linear
+from jaxpage.layers.linear import linear, rows_of
 from jaxpage.layers.mlp import gated_mlp
 from jaxpage.layers.moe import moe_mlp
 from jaxpage.layers.norm import rms_norm
@@ -56,7 +56,7 @@ def embed(
 ) -> Float[Array, "T D"]:
     """The hidden states that the first layer reads."""
     with jax.named_scope("embedding"):
-        x = params["embedding"][token_ids]
+        x = rows_of(params["embedding"], token_ids)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         return constrain(layout, x, BETWEEN_BLOCKS)

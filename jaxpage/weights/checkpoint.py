@@ -17,6 +17,7 @@ from jaxpage.errors import StartupError, shown
 
 if TYPE_CHECKING:
     from jaxpage.tokenizer import Tokenizer
+    from jaxpage.weights.gguf_blocks import Blocks
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES += ("vocab.json", "merges.txt", "chat_template*")
@@ -78,6 +79,14 @@ class Checkpoint(ModelFiles):
         Raises:
             WeightsError: there is no tensor of that name.
         """
+
+    def read_blocks(self, name: str) -> Blocks | None:
+        """What ``read`` gives as the file holds it, if that is blocks of small numbers with scales; else None.
+
+        Raises:
+            WeightsError: there is no tensor of that name.
+        """
+        del name
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpage.errors import shown
 from jaxpage.weights.checkpoint import Checkpoint, WeightsError
+from jaxpage.weights.gguf_blocks import Blocks
 from jaxpage.weights.gguf_file import GgufFile
 
 if TYPE_CHECKING:
@@ -129,6 +130,16 @@ class GgufCheckpoint(Checkpoint):
         array = self._file.read(*self._source(name))
         if self._architecture.norm_offset and name.endswith("norm.weight"):
             return array - np.float32(self._architecture.norm_offset)
+        return self._in_order(name, array)
+
+    def read_blocks(self, name: str) -> Blocks | None:
+        blocks = self._file.read_blocks(*self._source(name))
+        if blocks is None or (self._architecture.norm_offset and name.endswith("norm.weight")):
+            return None
+        return Blocks(*(None if part is None else self._in_order(name, part) for part in blocks))  # pyright: ignore[reportArgumentType]
+
+    def _in_order(self, name: str, array: np.ndarray) -> np.ndarray:
+        """With rows in Hugging Face's order."""
         if self._architecture.permuted and ".self_attn.q_proj." in name:
             return _halves_from_pairs(array, self.config["num_attention_heads"])
         if self._architecture.permuted and ".self_attn.k_proj." in name:

@@ -20,6 +20,7 @@ from gguf.quants import dequantize
 
 from jaxpage.errors import shown
 from jaxpage.weights.checkpoint import WeightsError, map_file
+from jaxpage.weights.gguf_blocks import Blocks, unpack
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -67,6 +68,16 @@ class GgufFile:
 
         It is a read-only view of the file where that holds float32.
         """
+        rows, shape = self._rows(name, index)
+        return dequantize(rows, self.tensors[name].quantization).reshape(shape)
+
+    def read_blocks(self, name: str, index: int | None = None) -> Blocks | None:
+        """The same as the file holds it; None if that is no blocks of 8 bits or fewer with scales."""
+        rows, _ = self._rows(name, index)
+        return unpack(rows, self.tensors[name].quantization)
+
+    def _rows(self, name: str, index: int | None) -> tuple[np.ndarray, tuple[int, ...]]:
+        """The bytes of a tensor or a part of it, [..., bytes of a row], and its shape."""
         info = self.tensors[name]
         shape, num_bytes, offset = info.shape, info.num_bytes, info.offset
         if index is not None:
@@ -74,8 +85,7 @@ class GgufFile:
             num_bytes //= shape[0]
             shape, offset = shape[1:], offset + index * num_bytes
         raw = np.frombuffer(self._map, np.uint8, num_bytes, offset)
-        rows = raw.reshape(*shape[:-1], -1)
-        return dequantize(rows, info.quantization).reshape(shape)
+        return raw.reshape(*shape[:-1], -1), shape
 
     def _parse(self) -> None:
         if self._map[:4] != b"GGUF":

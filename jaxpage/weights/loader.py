@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
 from jaxpage.models.weight_map import ParamSpec, with_kv_heads_repeated
 from jaxpage.parallel.placement import Placement
+from jaxpage.weights.gguf_blocks import with_block_size
 from jaxpage.weights.orbax_arrays import restored_params
 from jaxpage.weights.source import Checkpoint, OrbaxCheckpoint, WeightsError
+from pallas_kernels.matmul import BlockWeight, block_weight
 from pallas_kernels.quantized_matmul import GROUP_SIZES, QuantizedWeight, quantize
 
 FLOAT_TYPES = {np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -40,6 +42,7 @@ def load_params(
     quantization: str | None = None,
     *,
     all_specs: Sequence[ParamSpec] | None = None,
+    keeps_blocks: bool = False,
 ) -> Params:
     """Reads, assembles, converts and places every parameter; at most one is held on the host at a time.
 
@@ -48,6 +51,8 @@ def load_params(
         all_specs: those of the whole model, if ``specs`` are a stage's: what the checkpoint must hold.
         quantization: how linear weights are stored, a kind of ``QuantizedWeight``; None: in ``dtype`` as all else, or
             as the checkpoint has them if it is an ``OrbaxCheckpoint``, which this process reads its parts of only.
+        keeps_blocks: matrices that the checkpoint holds in blocks of small numbers become ``BlockWeight``, which stands
+            for the same float32 numbers; for one device.
 
     Raises:
         WeightsError: naming the tensor that is missing, extra, misshaped or of an unknown type.
@@ -59,14 +64,16 @@ def load_params(
     group_sizes = _group_sizes(specs, quantization, placement)
     params = _empty_tree(config)
     for index, spec in enumerate(specs):
-        parts = [_read(checkpoint, name, shape) for name, shape in spec.sources.items()]
-        leaf = spec.assemble(*parts).reshape(spec.shape)
-        if index in group_sizes:
+        leaf: Any = _read_blocks(checkpoint, spec) if keeps_blocks and index not in group_sizes else None
+        if leaf is not None:
+            leaf = jax.device_put(leaf, placement.device)
+        elif index in group_sizes:
             # What the checkpoint says is rounded once, not to dtype first; but no device takes float64.
-            real = np.ascontiguousarray(leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf)
+            real = _read(checkpoint, spec)
+            real = np.ascontiguousarray(real.astype(np.float32) if real.dtype == np.float64 else real)
             leaf = _quantize(_placed(real, spec, placement), spec, placement, quantization, group_sizes[index])
         else:
-            leaf = _placed(np.ascontiguousarray(leaf.astype(np.dtype(dtype))), spec, placement)
+            leaf = _placed(np.ascontiguousarray(_read(checkpoint, spec).astype(np.dtype(dtype))), spec, placement)
         _put(params, spec.path, leaf)
         progress("loading weights", index + 1, len(specs))
     return params
@@ -232,7 +239,39 @@ def _and_more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _read(checkpoint: Checkpoint, spec: ParamSpec) -> np.ndarray:
+    for name, shape in spec.sources.items():
+        _check(checkpoint, name, shape)
+    return spec.assemble(*map(checkpoint.read, spec.sources)).reshape(spec.shape)
+
+
+def _read_blocks(checkpoint: Checkpoint, spec: ParamSpec) -> BlockWeight | None:
+    """A parameter as the checkpoint holds it, on the host; None if that is not in blocks or not read as a matrix is."""
+    is_linear = spec.is_linear and "experts" not in spec.axes
+    if not (is_linear or "vocab" in spec.axes):
+        return None
+    for name, shape in spec.sources.items():
+        _check(checkpoint, name, shape)
+    tensors = [checkpoint.read_blocks(name) for name in spec.sources]
+    found = [blocks for blocks in tensors if blocks is not None]
+    if len(found) < len(tensors):
+        return None
+    block_size = min(blocks.block_size for blocks in found)
+    found = [with_block_size(blocks, block_size) for blocks in found]
+
+    def assembled(parts: Iterable[np.ndarray]) -> np.ndarray:
+        return spec.assemble(*parts).reshape(*spec.shape[:-1], -1)
+
+    has_offsets = any(blocks.offsets is not None for blocks in found)
+    offsets = [np.zeros_like(blocks.scales) if blocks.offsets is None else blocks.offsets for blocks in found]
+    return block_weight(
+        assembled(blocks.values for blocks in found),
+        assembled(blocks.scales for blocks in found),
+        assembled(offsets) if has_offsets else None,
+    )
+
+
+def _check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
     found = tuple(checkpoint.shape(name))
     if found != shape:
         raise WeightsError(f"{checkpoint.path.name}: tensor {name} has shape {list(found)}, expected {list(shape)}")
@@ -241,7 +280,6 @@ def _read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarr
             f"{checkpoint.path.name}: tensor {name} has type {checkpoint.dtype(name)}, which is not supported; "
             "supported: float64, float32, float16, bfloat16"
         )
-    return checkpoint.read(name)
 
 
 def _empty_tree(config: ModelConfig) -> Params:

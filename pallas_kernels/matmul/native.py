@@ -6,21 +6,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import native
 
 
 def matmul(
     x: Float[Array, "T D"],
-    weight: Float[Array, "... D"],
+    weight: Num[Array, "..."],
+    scales: Float[Array, "P B R"] | None = None,
+    offsets: Float[Array, "P B R"] | None = None,
     *,
     sum_dtype: Any,
     num_real: Int[Array, ""] | None = None,
 ) -> Float[Array, "T ..."]:
     """See ``pallas_kernels.matmul``. Sums are float32, and rounded once."""
     del sum_dtype
-    result = jax.ShapeDtypeStruct((x.shape[0], *weight.shape[:-1]), x.dtype)
-    return native.call(
-        "pallas_kernels_matmul", result, x, weight, native.optional(None), native.optional(num_real, jnp.int32)
-    )
+    num_real = native.optional(num_real, jnp.int32)
+    if scales is None:
+        result = jax.ShapeDtypeStruct((x.shape[0], *weight.shape[:-1]), x.dtype)
+        return native.call("pallas_kernels_matmul", result, x, weight, native.optional(None), num_real)
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0], weight.shape[2]), x.dtype)
+    return native.call("pallas_kernels_block_matmul", result, x, weight, scales, native.optional(offsets), num_real)

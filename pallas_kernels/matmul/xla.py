@@ -10,18 +10,24 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.matmul.blocks import real_panels
 
 
 def matmul(
     x: Float[Array, "T D"],
-    weight: Float[Array, "... D"],
+    weight: Num[Array, "..."],
+    scales: Float[Array, "P B R"] | None = None,
+    offsets: Float[Array, "P B R"] | None = None,
     *,
     sum_dtype: Any,
     num_real: Int[Array, ""] | None = None,
 ) -> Float[Array, "T ..."]:
-    """See ``pallas_kernels.matmul``."""
+    """See ``pallas_kernels.matmul``. Blocks are all made real first."""
     del num_real
+    if scales is not None:
+        weight = real_panels(weight, scales, offsets).swapaxes(1, 2).astype(x.dtype)
     on_the_right = partial(_weight_on_the_right, sum_dtype=sum_dtype)
     return lax.platform_dependent(x, weight, cpu=_weight_on_the_left, default=on_the_right)
 

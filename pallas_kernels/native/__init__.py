@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FOLDER = Path(__file__).parent
-TARGETS = ("pallas_kernels_attention", "pallas_kernels_matmul")
+TARGETS = ("pallas_kernels_attention", "pallas_kernels_matmul", "pallas_kernels_block_matmul")
 """Functions of the library that XLA calls."""
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300

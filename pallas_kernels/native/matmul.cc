@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "formats.h"
+#include "rows.h"
 #include "simd.h"
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
@@ -118,17 +119,7 @@ void multiply(ffi::ThreadPool& pool, const float* x, const Stored& weight, Out* 
 
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scales,
                   ffi::Buffer<ffi::S32> num_tokens, ffi::Result<ffi::AnyBuffer> y) {
-  const int64_t depth = x.dimensions()[1];
-  int64_t tokens = x.dimensions()[0];
-  if (!x.element_count() || !w.element_count()) {
-    std::memset(y->untyped_data(), 0, y->size_bytes());
-    return ffi::Error::Success();
-  }
-  if (num_tokens.element_count()) {  // the rest is padding
-    tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, tokens);
-    const size_t token_bytes = y->size_bytes() / x.dimensions()[0];
-    std::memset(static_cast<char*>(y->untyped_data()) + tokens * token_bytes, 0, y->size_bytes() - tokens * token_bytes);
-  }
+  const int64_t depth = x.dimensions()[1], tokens = real_rows(x, num_tokens, *y);
   if (!tokens) return ffi::Error::Success();
   Stored weight;
   if (!describe(w, scales, depth, weight)) return ffi::Error::InvalidArgument("weights of a type that is not known");

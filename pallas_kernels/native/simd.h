@@ -6,6 +6,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 constexpr int kRegisters = 32;
@@ -23,6 +27,7 @@ constexpr int kRegisters = 16;
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HalfBits __attribute__((vector_size(kLanes * 2)));
+typedef int16_t ShortVec __attribute__((vector_size(kLanes * 2)));
 typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
 
 #define INLINE inline __attribute__((always_inline))
@@ -67,7 +72,14 @@ INLINE Vec load(const BFloat16* p) {
 INLINE Vec load(const int8_t* p) {
   ByteVec bytes;
   __builtin_memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(bytes, Vec);
+  // GCC takes such a conversion apart, or makes it one element at a time.
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(__m128i{(long long)bytes}));
+#else
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, ShortVec), IntVec), Vec);
+#endif
 }
 
 // Keeps the compiler from reading an operand from memory once more for each use.
