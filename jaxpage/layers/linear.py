@@ -16,7 +16,8 @@ from jaxpage.parallel.sharding import Layout, on_local_parts, summed
 from pallas_kernels import BlockWeight, QuantizedWeight, matmul, quantized_matmul
 from pallas_kernels.matmul import real_rows
 
-Weight = Float[Array, "... D"] | QuantizedWeight | BlockWeight
+StoredWeight = Float[Array, "... D"] | QuantizedWeight
+Weight = StoredWeight | BlockWeight
 Axes = tuple[str | None, ...]
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.linear import Weight, weight_axes
+from jaxpage.layers.linear import StoredWeight, weight_axes
 from jaxpage.layers.mlp import ACTIVATIONS
 from jaxpage.parallel.sharding import Layout, local_index, on_local_parts, summed
 from pallas_kernels import QuantizedWeight, grouped_matmul
@@ -16,8 +16,8 @@ from pallas_kernels import QuantizedWeight, grouped_matmul
 def moe_mlp(
     x: Float[Array, "T D"],
     router: Float[Array, "E D"],
-    gate_up: Weight,
-    down: Weight,
+    gate_up: StoredWeight,
+    down: StoredWeight,
     activation: str,
     *,
     num_experts_per_tok: int,
@@ -49,7 +49,13 @@ def moe_mlp(
     group_sizes = jnp.sum(expert_of_row[:, None] == jnp.arange(len(router)), axis=0, dtype=jnp.int32)
 
     def through_experts(
-        x: Array, gate_up: Weight, down: Weight, weights: Array, group_sizes: Array, order: Array, place: Array
+        x: Array,
+        gate_up: StoredWeight,
+        down: StoredWeight,
+        weights: Array,
+        group_sizes: Array,
+        order: Array,
+        place: Array,
     ) -> Float[Array, "T D"]:
         num_local = len(_stored(gate_up))
         if num_local < len(group_sizes):
@@ -89,7 +95,7 @@ def route(
     return experts, weights
 
 
-def _grouped_linear(rows: Float[Array, "R D"], weight: Weight, group_sizes: Int[Array, " E"]) -> Array:
+def _grouped_linear(rows: Float[Array, "R D"], weight: StoredWeight, group_sizes: Int[Array, " E"]) -> Array:
     """Rows times the transposed weight of their group, [E, ..., D]: [R, ...]."""
     stored, scales = _stored(weight), weight.scales if isinstance(weight, QuantizedWeight) else None
     num_experts = len(group_sizes)
@@ -102,5 +108,5 @@ def _grouped_linear(rows: Float[Array, "R D"], weight: Weight, group_sizes: Int[
     return y.reshape(len(rows), *stored.shape[1:-1])
 
 
-def _stored(weight: Weight) -> Array:
+def _stored(weight: StoredWeight) -> Array:
     return weight.values if isinstance(weight, QuantizedWeight) else weight

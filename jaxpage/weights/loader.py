@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpage.errors import StartupError
-from jaxpage.layers.linear import quantized_axes
+from jaxpage.layers.linear import Weight, quantized_axes
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
 from jaxpage.models.weight_map import ParamSpec, with_kv_heads_repeated
@@ -286,7 +286,7 @@ def _empty_tree(config: ModelConfig) -> Params:
     return {"layers": [{} for _ in range(config.num_layers)]}
 
 
-def _put(tree: Any, path: tuple[str | int, ...], leaf: jax.Array | QuantizedWeight) -> None:
+def _put(tree: Any, path: tuple[str | int, ...], leaf: Weight) -> None:
     for part in path[:-1]:
         tree = tree[part]
     tree[path[-1]] = leaf

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxpage.layers.linear import Weight, quantized_axes
+from jaxpage.layers.linear import StoredWeight, quantized_axes
 from jaxpage.models.weight_map import ParamSpec, with_kv_heads_repeated
 from jaxpage.parallel.placement import Placement
 from jaxpage.weights.checkpoint import WeightsError
@@ -52,7 +52,7 @@ def restored_params(
     dtypes: Sequence[str | None],
     placement: Placement,
     all_specs: Sequence[ParamSpec],
-) -> Iterator[Weight]:
+) -> Iterator[StoredWeight]:
     """The parameters of ``specs`` in their order, read a layer at a time.
 
     Every file that this process needs is compared with its checksum before Orbax reads it; no other is read.
@@ -143,7 +143,7 @@ class _Planner:
 
 def _restore_item(
     checkpoint: OrbaxCheckpoint, handler: ocp.PyTreeCheckpointHandler, item: str, plans: list[list[_Array]]
-) -> Iterator[Weight]:
+) -> Iterator[StoredWeight]:
     """The parameters of one of the Orbax checkpoints that a checkpoint of ours consists of."""
     arrays = [array for plan in plans for array in plan]
     checkpoint.check_files(_files(checkpoint, item, arrays))

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpage.config import EngineArgs
 from jaxpage.errors import StartupError
-from jaxpage.layers.linear import Weight, quantized_axes
+from jaxpage.layers.linear import StoredWeight, quantized_axes
 from jaxpage.models.config import ModelConfig
 from jaxpage.models.decoder import Params
 from jaxpage.models.registry import build_config
@@ -201,7 +201,7 @@ def _cut(specs: Sequence[ParamSpec], params: Params, layout: Layout) -> tuple[di
     return tree, arrays
 
 
-def _parts(leaf: Weight, axes: Axes, layout: Layout) -> dict[str, jax.Array]:
+def _parts(leaf: StoredWeight, axes: Axes, layout: Layout) -> dict[str, jax.Array]:
     """The arrays of a parameter by their names, each laid over CPU devices by the parts that become files."""
     if not isinstance(leaf, QuantizedWeight):
         return {"": _divided(leaf, axes, layout)}

@@ -5,6 +5,7 @@ It owns the meaning of the arguments and their checks; it must not know how any 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -45,7 +46,7 @@ def matmul(
     Args:
         x: bfloat16 or float32.
         weight: of the dtype of ``x``; or in blocks, which stand for a weight in float32. Only "native" has a product
-            for these; others make all of it real first, and round it to the dtype of ``x``.
+            for these; others make all of it real first.
         num_real: rows of ``x`` from here on are padding: an implementation may leave them out, and what the result
             holds there (no NaN for a finite ``x``) means nothing. None: there is none.
         sum_dtype: that of the sums before they are rounded to x's dtype. Devices that each have a part of every sum
@@ -67,7 +68,7 @@ def matmul(
     )
     y = choice.function(**arrays, **options, num_real=num_real)
     if isinstance(weight, BlockWeight):
-        y = y.reshape(x.shape[0], -1)[:, : weight.num_rows].reshape(x.shape[0], *weight.row_shape)
+        y = y.reshape(x.shape[0], math.prod(y.shape[1:]))[:, : weight.num_rows].reshape(x.shape[0], *weight.row_shape)
     return y
 
 

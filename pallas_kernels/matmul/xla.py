@@ -24,10 +24,11 @@ def matmul(
     sum_dtype: Any,
     num_real: Int[Array, ""] | None = None,
 ) -> Float[Array, "T ..."]:
-    """See ``pallas_kernels.matmul``. Blocks are all made real first."""
-    del num_real
+    """See ``pallas_kernels.matmul``. Blocks are all made real first, in float32."""
     if scales is not None:
-        weight = real_panels(weight, scales, offsets).swapaxes(1, 2).astype(x.dtype)
+        real = real_panels(weight, scales, offsets).swapaxes(1, 2)
+        return matmul(x.astype(jnp.float32), real, sum_dtype=sum_dtype).astype(x.dtype)
+    del num_real
     on_the_right = partial(_weight_on_the_right, sum_dtype=sum_dtype)
     return lax.platform_dependent(x, weight, cpu=_weight_on_the_left, default=on_the_right)
 

@@ -27,9 +27,12 @@ struct Blocks {
   // Columns of a panel in float32: stored number times scale plus offset.
   void make_real(int64_t panel, int64_t begin, int64_t end, float* to) const {
     const int8_t* from = values + (panel * depth + begin) * kPanel;
-    const int64_t ahead = kPanels * depth * kPanel;  // what this thread needs next is behind what it is at
+    // What this thread needs next lies behind what it is at.
+    const int64_t ahead = kPanels * depth * kPanel;
     for (int64_t d = begin; d < end; d += group) {
       const int64_t block = (panel * (depth / group) + d / group) * kPanel;
+      __builtin_prefetch(scales + block + ahead / group, 0, 2);
+      if (offsets) __builtin_prefetch(offsets + block + ahead / group, 0, 2);
       Vec scale[kVectors], offset[kVectors];
       UNROLL for (int v = 0; v < kVectors; ++v) {
         scale[v] = load(scales + block + v * kLanes);

@@ -4,53 +4,124 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
-// Calls body(index) once for every index below count, on the calling thread and on those of the pool, and returns when
-// all are done. Every thread walks a range of its own, so that what it does next is what it may prefetch, and then
-// helps with the others' ranges. Who is scheduled but comes too late finds nothing left and touches nothing of the
-// caller's: nobody waits for a thread that has not begun.
-template <typename Body>
-void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
+// A thread that has helped waits awake so long for the next work before it goes back to XLA: a step has hundreds of
+// pieces, a few microseconds to some tens of them apart, and to wake a sleeping thread takes longer.
+constexpr std::chrono::microseconds kStaysAwake(60);
+
+// Indices below a count, each of which is to be done once. Every thread walks a range of its own, so that what it does
+// next is what it may prefetch, and then helps with the others' ranges.
+class Work {
+ public:
+  using Body = void (*)(const void* context, int64_t index);
+
+  Work(int64_t threads, int64_t count, Body body, const void* context)
+      : ranges_(threads), count_(count), body_(body), context_(context) {
+    for (int64_t i = 0; i < threads; ++i) {
+      ranges_[i].next.store(count * i / threads, std::memory_order_relaxed);
+      ranges_[i].end = count * (i + 1) / threads;
+    }
+  }
+
+  // Does what is left. Who comes too late finds nothing, and touches nothing of the caller's.
+  void help() {
+    const size_t first = joined_.fetch_add(1, std::memory_order_relaxed);
+    for (size_t i = 0; i < ranges_.size(); ++i) {
+      Range& range = ranges_[(first + i) % ranges_.size()];
+      for (int64_t index; (index = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
+        body_(context_, index);
+        done_.fetch_add(1, std::memory_order_release);
+      }
+    }
+  }
+
+  // Returns when all is done. Nobody waits for a thread that has not begun.
+  void wait() const {
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins)
+      if (spins > 1000) std::this_thread::yield();
+  }
+
+ private:
   struct alignas(64) Range {
     std::atomic<int64_t> next;
     int64_t end;
   };
-  struct Shared {
-    std::vector<Range> ranges;
-    std::atomic<int64_t> done{0};
-    const Body* const body;
-    Shared(int64_t threads, int64_t count, const Body* body) : ranges(threads), body(body) {
-      for (int64_t i = 0; i < threads; ++i) {
-        ranges[i].next.store(count * i / threads, std::memory_order_relaxed);
-        ranges[i].end = count * (i + 1) / threads;
-      }
+  std::vector<Range> ranges_;
+  const int64_t count_;
+  const Body body_;
+  const void* const context_;
+  std::atomic<size_t> joined_{0};
+  std::atomic<int64_t> done_{0};
+};
+
+// Where threads that wait awake find work.
+class Team {
+ public:
+  static Team& of_process() {
+    static Team& team = *new Team;  // never destroyed: threads may outlive what ends with the program
+    return team;
+  }
+
+  // Offers work to those who are awake; how many those are.
+  int64_t offer(std::shared_ptr<Work> work) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      work_ = std::move(work);
     }
-    void work(int64_t thread) {
-      for (size_t i = 0; i < ranges.size(); ++i) {
-        Range& range = ranges[(thread + i) % ranges.size()];
-        for (int64_t index; (index = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
-          (*body)(index);
-          done.fetch_add(1, std::memory_order_release);
-        }
-      }
+    offers_.fetch_add(1);
+    return awake_.load();
+  }
+
+  // Helps with `work`, then with what is offered while waiting.
+  void stay(std::shared_ptr<Work> work) {
+    uint64_t seen = offers_.load();
+    while (work) {
+      work->help();
+      work.reset();
+      awake_.fetch_add(1);
+      const auto until = std::chrono::steady_clock::now() + kStaysAwake;
+      while (offers_.load() == seen && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+      awake_.fetch_sub(1);
+      // Looks once more: who counted this thread among those awake relies on it.
+      const uint64_t offers = offers_.load();
+      if (offers == seen) return;
+      seen = offers;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      work = work_;
     }
-  };
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<Work> work_;
+  std::atomic<uint64_t> offers_{0};
+  std::atomic<int64_t> awake_{0};
+};
+
+// Calls body(index) once for every index below count, on the calling thread and on those of the pool, and returns when
+// all are done.
+template <typename Body>
+void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
   const int64_t threads = std::min(pool.num_threads(), count);
   if (threads <= 1) {
     for (int64_t index = 0; index < count; ++index) body(index);
     return;
   }
-  const auto shared = std::make_shared<Shared>(threads, count, &body);
-  for (int64_t thread = 1; thread < threads; ++thread) pool.Schedule([shared, thread] { shared->work(thread); });
-  shared->work(0);
-  for (int spins = 0; shared->done.load(std::memory_order_acquire) < count; ++spins)
-    if (spins > 1000) std::this_thread::yield();
+  const auto call = [](const void* body, int64_t index) { (*static_cast<const Body*>(body))(index); };
+  const auto work = std::make_shared<Work>(threads, count, call, &body);
+  Team& team = Team::of_process();
+  for (int64_t helpers = team.offer(work); helpers < threads - 1; ++helpers)
+    pool.Schedule([work, &team] { team.stay(work); });
+  work->help();
+  work->wait();
 }
 
 #endif  // PALLAS_KERNELS_NATIVE_THREADS_H_

@@ -19,11 +19,14 @@ import pytest
 from cpp import needs_compiler
 
 from pallas_kernels import AttentionMetadata, matmul, native, ragged_paged_attention
+from pallas_kernels.matmul import block_weight
 
 SAY = """
 import jax.numpy as jnp
-from pallas_kernels.matmul import explain
-print(explain(jnp.ones((2, 64)), jnp.ones((3, 64))))
+from pallas_kernels.matmul import explain, multiplies_blocks
+choice = explain(jnp.ones((2, 64)), jnp.ones((3, 64)))
+assert multiplies_blocks() == (choice.implementation == "native")
+print(choice)
 """
 CONTRACTS = """
 import sys; sys.path.insert(0, "tests/kernels")
@@ -34,6 +37,17 @@ for name in ("decodes", "mixed 9/3x64 bf16", "long prompts bf16", "int8 dynamic 
     attention_contract.check_contract(ragged_paged_attention, attention_contract.CASES[name])
 for name in ("int8", "fp8 f32", "int4 groups of 32", "int8 many tokens"):
     quantized_matmul_contract.check_contract(quantized_matmul, quantized_matmul_contract.CASES[name])
+
+import numpy as np
+from pallas_kernels.matmul import block_weight, dequantize, matmul
+random = np.random.default_rng(0)
+values = random.integers(-128, 128, (83, 160), dtype=np.int8)
+weight = block_weight(values, *random.standard_normal((2, 83, 10)).astype(np.float32))
+for num_tokens in (1, 3, 13, 40):
+    x = random.standard_normal((num_tokens, 160)).astype(np.float32)
+    expected = x.astype(np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    y = matmul(x, weight, implementation="native")
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 """
 pytestmark = needs_compiler
 ROOT = Path(__file__).parents[2]
@@ -128,8 +142,9 @@ def test_vmap_is_one_call_after_the_other() -> None:
 def test_threads_may_call_at_the_same_time() -> None:
     random = np.random.default_rng(0)
     weight = jnp.asarray(random.standard_normal((700, 512)), jnp.float32)
+    blocks = block_weight(np.ones((300, 512), np.int8), random.standard_normal((300, 16)).astype(np.float32))
     inputs = [jnp.asarray(random.standard_normal((n, 512)), jnp.float32) for n in (1, 8, 33, 64)]
-    call = jax.jit(lambda x: matmul(x, weight, implementation="native"))
+    call = jax.jit(lambda x: jnp.hstack([matmul(x, one, implementation="native") for one in (weight, blocks)]))
     expected = [np.asarray(call(x)) for x in inputs]
     wrong: list[int] = []
 
