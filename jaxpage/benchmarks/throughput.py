@@ -1,6 +1,8 @@
 """``python -m jaxpage.benchmarks.throughput``: greedy decode tokens per second by batch size, beside peers if asked;
 or, with --dataset-name, those of a data set whose requests are all there at once.
 
+Peers run the model's float32 numbers from a directory that is written for them, as jaxpage does in a row of its own.
+
 Example, with an environment that has torch and transformers or vLLM:
     python -m jaxpage.benchmarks.throughput --peer transformers --peer vllm --peer-python VENV/bin/python
 """
@@ -8,6 +10,7 @@ Example, with an environment that has torch and transformers or vLLM:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import sys
 import tempfile
@@ -85,6 +88,10 @@ def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         if options.peer:
             peers.export(args.model, Path(directory))
+            # Peers get plain float32 weights, whose bytes bound small batches; the model's own file may be smaller.
+            results["jaxpage, peers' files"] = measure(
+                dataclasses.replace(args, model=directory), batches, options.new_tokens
+            )
         for peer in options.peer:
             results[peer] = peers.measure(
                 peer, options.peer_python, Path(directory), decode_prompts(max(batches)), batches, options.new_tokens
