@@ -41,7 +41,7 @@ def measure(
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-def export(model: str, directory: Path) -> Path:
+def export(model: str, directory: Path, revision: str | None = None) -> Path:
     """Writes a model jaxpage can load as a float32 Hugging Face directory, so that peers run exactly its weights."""
     import numpy as np
     import safetensors.numpy
@@ -49,7 +49,7 @@ def export(model: str, directory: Path) -> Path:
     from jaxpage.errors import ParameterError
     from jaxpage.weights.source import OrbaxCheckpoint, open_checkpoint, resolve_model
 
-    checkpoint = open_checkpoint(resolve_model(model))
+    checkpoint = open_checkpoint(resolve_model(model, revision))
     if isinstance(checkpoint, OrbaxCheckpoint):
         raise ParameterError("model", f"must be what a checkpoint is made of, got one that jaxpage wrote: {model}")
     directory.mkdir(parents=True, exist_ok=True)

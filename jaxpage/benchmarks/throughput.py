@@ -87,10 +87,10 @@ def compare(options: argparse.Namespace) -> None:
     results = {"jaxpage": measure(args, batches, options.new_tokens)}
     with tempfile.TemporaryDirectory() as directory:
         if options.peer:
-            peers.export(args.model, Path(directory))
+            peers.export(args.model, Path(directory), args.revision)
             # Peers get plain float32 weights, whose bytes bound small batches; the model's own file may be smaller.
             results["jaxpage, peers' files"] = measure(
-                dataclasses.replace(args, model=directory), batches, options.new_tokens
+                dataclasses.replace(args, model=directory, revision=None), batches, options.new_tokens
             )
         for peer in options.peer:
             results[peer] = peers.measure(

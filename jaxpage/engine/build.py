@@ -310,10 +310,9 @@ def _load_stage(
     own = stage_specs(specs, stage, model.tied_embeddings)
     if args.load_format == "dummy":
         return dummy_params(model, own, config.dtype, placement, args.seed, config.quantization)
-    # Stands for the same float32 numbers, in a third of the bytes; where nothing multiplies it as it is, a mere detour.
-    keeps_blocks = (
-        config.dtype == "float32" and placement.layout is None and multiplies_blocks(_platform(placement.first_device))
-    )
+    # They stand for the same float32 numbers, in a third of the bytes.
+    is_plain_cpu = _platform(placement.first_device) == "cpu" and placement.layout is None
+    keeps_blocks = config.dtype == "float32" and is_plain_cpu and multiplies_blocks("cpu")
     return load_params(
         checkpoint, model, own, config.dtype, placement, progress, config.quantization,
         all_specs=specs, keeps_blocks=keeps_blocks,

@@ -81,11 +81,7 @@ class Checkpoint(ModelFiles):
         """
 
     def read_blocks(self, name: str) -> Blocks | None:
-        """What ``read`` gives as the file holds it, if that is blocks of small numbers with scales; else None.
-
-        Raises:
-            WeightsError: there is no tensor of that name.
-        """
+        """What ``read`` gives as the file holds it, if that is blocks of small numbers with scales; else None."""
         del name
 
 

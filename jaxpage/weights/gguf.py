@@ -81,7 +81,7 @@ _EXPERT_ARCHITECTURES = {
 
 
 class GgufCheckpoint(Checkpoint):
-    """One GGUF file. Tensors are dequantised to float32 as they are read.
+    """One GGUF file. ``read`` dequantises to float32, ``read_blocks`` leaves numbers as small as they are.
 
     ``config`` has, besides Hugging Face's keys, ``rope_freq_factors`` (a list of head_dim / 2 numbers that divide the
     inverse frequencies) where the file has such factors and they are not those of a known ``rope_parameters``.

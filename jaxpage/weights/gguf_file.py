@@ -1,4 +1,4 @@
-"""Reads the container format GGUF (versions 2 and 3): metadata, the table of tensors, and their dequantised values.
+"""Reads the container format GGUF (versions 2 and 3): metadata, the table of tensors, and values, float32 or as stored.
 
 It must not know what the metadata and tensors mean. The parser is our own because the gguf package's reader keeps every
 array element as a numpy object: it needs seconds for a vocabulary, this one a fraction of one. The dequantisation is

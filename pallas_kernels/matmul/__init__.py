@@ -121,6 +121,8 @@ def _blocks(x: Any, weight: BlockWeight) -> dict[str, Any]:
             f"{weight.row_shape}, got {values.dtype} {values.shape}"
         )
     fitting = [(panels, x.shape[1] // size, PANEL_ROWS) for size in BLOCK_SIZES if x.shape[1] % size == 0]
+    if not fitting:
+        raise ValueError(f"a weight in blocks has a multiple of {min(BLOCK_SIZES)} columns, x has shape {x.shape}")
     for name, array in (("scales", scales), ("offsets", offsets)):
         if array is not None and (array.dtype != jnp.float32 or array.shape not in fitting):
             raise ValueError(f"{name} must be float32 of shape {fitting}, got {array.dtype} {array.shape}")

@@ -27,7 +27,8 @@ BLOCK_SIZES = (16, 32)
 class BlockWeight:
     """A weight [*row_shape, D] whose last axis is contracted: each number is ``value * scale + offset`` in float32.
 
-    It stands for exactly these float32 numbers, so that a product with it is one with them. Rows come in panels of
+    Where ``value * scale`` needs no rounding, as in all that GGUF has, the number is the same whether or not the sum is
+    fused with it: a product with the weight in blocks is one with these float32 numbers. Rows come in panels of
     ``PANEL_ROWS``; a last panel that is not full has rows of zeros.
 
     Attributes:
@@ -99,7 +100,7 @@ def real_panels(
 
 
 def real_rows(weight: BlockWeight, rows: Int[Array, " N"]) -> Float[Array, "N D"]:
-    """Some rows of a weight [F, D], in float32."""
+    """Some rows of a weight [F, D], in float32; ``rows`` must be from 0 to F - 1."""
     panel, place = rows // PANEL_ROWS, rows % PANEL_ROWS
 
     def panels_of_one(part: Array) -> Array:

@@ -16,6 +16,8 @@
 // A thread that has helped waits awake so long for the next work before it goes back to XLA: a step has hundreds of
 // pieces, a few microseconds to some tens of them apart, and to wake a sleeping thread takes longer.
 constexpr std::chrono::microseconds kStaysAwake(60);
+// But it goes back now and then, however much work there is: XLA has tasks of its own, of other programs perhaps.
+constexpr std::chrono::microseconds kStaysAtMost(2000);
 
 // Indices below a count, each of which is to be done once. Every thread walks a range of its own, so that what it does
 // next is what it may prefetch, and then helps with the others' ranges.
@@ -62,7 +64,7 @@ class Work {
   std::atomic<int64_t> done_{0};
 };
 
-// Where threads that wait awake find work.
+// Threads of the pool that have helped and wait awake for more.
 class Team {
  public:
   static Team& of_process() {
@@ -70,40 +72,52 @@ class Team {
     return team;
   }
 
-  // Offers work to those who are awake; how many those are.
-  int64_t offer(std::shared_ptr<Work> work) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      work_ = std::move(work);
-    }
-    offers_.fetch_add(1);
-    return awake_.load();
+  // Promises `work` to as many of those who wait as it wants; how many those are.
+  int64_t offer(const std::shared_ptr<Work>& work, int64_t wanted) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t found = std::min(num_idle_, wanted);
+    num_idle_ -= found;
+    promised_.insert(promised_.end(), found, work);
+    num_promised_.fetch_add(found, std::memory_order_release);
+    return found;
   }
 
   // Helps with `work`, then with what is offered while waiting.
   void stay(std::shared_ptr<Work> work) {
-    uint64_t seen = offers_.load();
-    while (work) {
+    const auto leave_at = Clock::now() + kStaysAtMost;
+    for (;;) {
       work->help();
       work.reset();
-      awake_.fetch_add(1);
-      const auto until = std::chrono::steady_clock::now() + kStaysAwake;
-      while (offers_.load() == seen && std::chrono::steady_clock::now() < until) std::this_thread::yield();
-      awake_.fetch_sub(1);
-      // Looks once more: who counted this thread among those awake relies on it.
-      const uint64_t offers = offers_.load();
-      if (offers == seen) return;
-      seen = offers;
+      if (Clock::now() > leave_at) return;
+      wait_awake();
       const std::lock_guard<std::mutex> lock(mutex_);
-      work = work_;
+      if (promised_.empty()) {  // so that this thread is one of the idle
+        --num_idle_;
+        return;
+      }
+      work = std::move(promised_.back());
+      promised_.pop_back();
+      num_promised_.fetch_sub(1, std::memory_order_relaxed);
     }
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
+  // Until there is something promised, perhaps to this thread, or it has been long enough.
+  void wait_awake() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ++num_idle_;
+    }
+    const auto until = Clock::now() + kStaysAwake;
+    while (!num_promised_.load(std::memory_order_acquire) && Clock::now() < until) std::this_thread::yield();
+  }
+
   std::mutex mutex_;
-  std::shared_ptr<Work> work_;
-  std::atomic<uint64_t> offers_{0};
-  std::atomic<int64_t> awake_{0};
+  int64_t num_idle_ = 0;  // of those who wait, all but as many as there are promises
+  std::vector<std::shared_ptr<Work>> promised_;
+  alignas(64) std::atomic<int64_t> num_promised_{0};
 };
 
 // Calls body(index) once for every index below count, on the calling thread and on those of the pool, and returns when
@@ -118,7 +132,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const Body& body) {
   const auto call = [](const void* body, int64_t index) { (*static_cast<const Body*>(body))(index); };
   const auto work = std::make_shared<Work>(threads, count, call, &body);
   Team& team = Team::of_process();
-  for (int64_t helpers = team.offer(work); helpers < threads - 1; ++helpers)
+  for (int64_t helpers = team.offer(work, threads - 1); helpers < threads - 1; ++helpers)
     pool.Schedule([work, &team] { team.stay(work); });
   work->help();
   work->wait();

@@ -194,6 +194,7 @@ def test_blocks_that_do_not_fit(scales: tuple[int, ...], offsets: tuple[int, ...
     ("changes", "message"),
     [
         ({"row_shape": (17,)}, r"values must be int8 \(2, 64, 16\) for x of shape \(2, 64\) and rows of shape \(17,\)"),
+        ({"values": jnp.ones((1, 24, 16), jnp.int8)}, "values must be int8"),
         ({"values": jnp.ones((1, 64, 16))}, "values must be int8 .* got float32"),
         ({"scales": jnp.ones((1, 1, 16))}, r"scales must be float32 of shape \[\(1, 4, 16\), \(1, 2, 16\)\]"),
         ({"offsets": jnp.ones((1, 2, 16), jnp.int32)}, "offsets must be float32 .* got int32"),
@@ -204,6 +205,23 @@ def test_wrong_blocks(changes: dict[str, Any], message: str) -> None:
     weight = dataclasses.replace(blocks((1, (16,), 64), 32, False), **changes)
     with pytest.raises(ValueError, match=message):
         matmul(jnp.ones((2, 64)), weight)
+
+
+def test_blocks_have_whole_blocks_of_columns() -> None:
+    weight = BlockWeight(jnp.ones((1, 24, 16), jnp.int8), jnp.ones((1, 1, 16)), None, (16,))
+    with pytest.raises(ValueError, match=r"a multiple of 16 columns, x has shape \(2, 24\)"):
+        matmul(jnp.ones((2, 24)), weight)
+
+
+@pytest.mark.parametrize("implementation", [NATIVE, *IMPLEMENTATIONS[1:]])
+def test_a_scale_that_is_no_number_spoils_its_row_only(implementation: str) -> None:
+    shape = (33, (113,), 1536)
+    x, weight = arguments(shape, "float32")[0], blocks(shape, 32, True)
+    whole = product(implementation, x, weight)
+    spoilt = dataclasses.replace(weight, scales=weight.scales.at[3, 7, 5].set(jnp.nan))
+    y = product(implementation, x, spoilt)
+    assert np.isnan(y[:, 53]).all()
+    np.testing.assert_array_equal(np.delete(y, 53, axis=1), np.delete(whole, 53, axis=1))
 
 
 def test_blocks_are_multiplied_as_they_are_by_cpp_only() -> None:

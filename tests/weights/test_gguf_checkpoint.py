@@ -16,7 +16,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
 from jaxpage.models.registry import build_config
+from jaxpage.parallel.placement import ON_ONE_DEVICE
 from jaxpage.weights import WeightsError, open_checkpoint
+from jaxpage.weights.loader import load_params
+from pallas_kernels.matmul import BlockWeight
+from pallas_kernels.matmul import dequantize as dequantize_blocks
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 64, 256, 4, 2, 16, 40, 2
 MATRICES = {
@@ -406,6 +410,35 @@ def test_experts_are_read_one_by_one(
             read = checkpoint.read(f"model.layers.1.{block}.{expert}.{kind}.weight")
             tolerance = 0.05 if source == "ffn_up_exps" else 0
             np.testing.assert_allclose(read, tensors[f"blk.1.{source}.weight"][expert], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_blocks_are_kept_where_all_of_a_matrix_is_in_blocks_and_no_expert(path: Path, architecture: str) -> None:
+    """Of two layers, k of the second is not; a head of its own is; experts are."""
+    tensors = tensors_with_experts(architecture)
+    tensors |= {"output.weight": tensors["token_embd.weight"] + 1}
+    names = ["output", *(f"blk.{layer}.{name}" for layer in range(LAYERS) for name in (*MATRICES, "ffn_up_exps"))]
+    names = [f"{name}.weight" for name in names if f"{name}.weight" in tensors and name != "blk.1.attn_k"]
+    types = dict.fromkeys(names, GGMLQuantizationType.Q8_0)
+    counts = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": EXPERT_FFN}
+    stored = tensors | {name: quantize(tensors[name], kind) for name, kind in types.items()}
+    checkpoint = open_checkpoint(
+        write(path, architecture, stored, types, **(counts | {"feed_forward_length": EXPERT_FFN}))
+    )
+    config, specs = build_config(checkpoint.config)
+    kept, floats = (
+        load_params(checkpoint, config, specs, "float32", ON_ONE_DEVICE, keeps_blocks=keeps) for keeps in (True, False)
+    )
+    found = set()
+    for spec in specs:
+        leaf, expected = kept, floats
+        for part in spec.path:
+            leaf, expected = leaf[part], expected[part]
+        if isinstance(leaf, BlockWeight):
+            found.add(spec.path)
+            leaf = dequantize_blocks(leaf)
+        np.testing.assert_array_equal(leaf, expected)
+    assert found == {("lm_head",), ("layers", 0, "qkv"), ("layers", 0, "output"), ("layers", 1, "output")}
 
 
 def test_experts_of_another_number_are_refused(path: Path) -> None:
