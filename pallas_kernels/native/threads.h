@@ -82,36 +82,36 @@ class Team {
     return found;
   }
 
-  // Helps with `work`, then with what is offered while waiting.
+  // Helps with `work`, then with what is promised while waiting.
   void stay(std::shared_ptr<Work> work) {
     const auto leave_at = Clock::now() + kStaysAtMost;
-    for (;;) {
+    while (work) {
       work->help();
-      work.reset();
-      if (Clock::now() > leave_at) return;
-      wait_awake();
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (promised_.empty()) {  // so that this thread is one of the idle
-        --num_idle_;
-        return;
-      }
-      work = std::move(promised_.back());
-      promised_.pop_back();
-      num_promised_.fetch_sub(1, std::memory_order_relaxed);
+      work = Clock::now() < leave_at ? wait_awake() : nullptr;
     }
   }
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  // Until there is something promised, perhaps to this thread, or it has been long enough.
-  void wait_awake() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      ++num_idle_;
-    }
+  // The next work; null if there was none for long enough.
+  std::shared_ptr<Work> wait_awake() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++num_idle_;
     const auto until = Clock::now() + kStaysAwake;
-    while (!num_promised_.load(std::memory_order_acquire) && Clock::now() < until) std::this_thread::yield();
+    while (promised_.empty()) {
+      if (Clock::now() >= until) {  // with nothing promised to anyone this thread is one of the idle
+        --num_idle_;
+        return nullptr;
+      }
+      lock.unlock();
+      while (!num_promised_.load(std::memory_order_acquire) && Clock::now() < until) std::this_thread::yield();
+      lock.lock();
+    }
+    std::shared_ptr<Work> work = std::move(promised_.back());
+    promised_.pop_back();
+    num_promised_.fetch_sub(1, std::memory_order_relaxed);
+    return work;
   }
 
   std::mutex mutex_;
