@@ -6,7 +6,7 @@ plain float32 jax.numpy, and every other file is an implementation of the same f
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.kv_cache_update import copy_blocks, gather_blocks, scatter_blocks, write_kv
-from pallas_kernels.matmul import BlockWeight, matmul
+from pallas_kernels.matmul import BlockWeight, block_weight, matmul
 from pallas_kernels.quantized_matmul import QuantizedWeight, quantized_matmul
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, ragged_paged_attention
 
@@ -14,6 +14,7 @@ __all__ = [
     "AttentionMetadata",
     "BlockWeight",
     "QuantizedWeight",
+    "block_weight",
     "copy_blocks",
     "gather_blocks",
     "grouped_matmul",

@@ -43,6 +43,7 @@ from jaxpage.tokenizer import Tokenizer
 from jaxpage.weights.builtin import cache_directory
 from jaxpage.weights.loader import dummy_params, load_params
 from jaxpage.weights.source import Checkpoint, OrbaxCheckpoint, open_checkpoint, resolve_model
+from pallas_kernels import native
 from pallas_kernels.matmul import BlockWeight, multiplies_blocks
 
 logger = logging.getLogger("jaxpage")
@@ -213,6 +214,8 @@ def _build_device_half(args: EngineArgs, devices: Sequence[Device] | None, leade
     platform = _platform(devices[0])
     if platform == "gpu":
         tell_of_pool(args.gpu_memory_utilization)
+    if platform == "cpu":
+        tell_of_native_kernels()
     config = resolve(args, model_max_len=model.max_position, vocab_size=model.vocab_size, platform=platform)
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     model, specs, placements = place(args, model, specs, devices)
@@ -317,6 +320,14 @@ def _load_stage(
         checkpoint, model, own, config.dtype, placement, progress, config.quantization,
         all_specs=specs, keeps_blocks=keeps_blocks,
     )  # fmt: skip
+
+
+def tell_of_native_kernels() -> None:
+    """Says so where there are none: nothing else would, and all takes longer."""
+    try:
+        native.require()
+    except NotImplementedError as error:
+        logger.info("No C++ kernels (%s): XLA does their work, which takes longer", error)
 
 
 def _shown_weights(config: EngineConfig, weights: Any) -> str:

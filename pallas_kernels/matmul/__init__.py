@@ -52,7 +52,7 @@ def matmul(
         sum_dtype: that of the sums before they are rounded to x's dtype. Devices that each have a part of every sum
             exchange these.
         implementation: one of ``IMPLEMENTATIONS``, or "auto" for the best that takes the case. A program that XLA is to
-            split over devices needs "xla".
+            split over devices needs "xla", and so does one that is to be differentiated.
         platform: "cpu", "gpu" or "tpu", if this is traced for another one than the default device's.
 
     Returns:

@@ -68,12 +68,17 @@ def block_weight(values: np.ndarray, scales: np.ndarray, offsets: np.ndarray | N
         offsets: likewise, or None.
 
     Raises:
-        ValueError: for shapes that do not fit each other, or a block size that is not in ``BLOCK_SIZES``.
+        ValueError: for types or shapes that do not fit each other, no columns, or a block size that is not in
+            ``BLOCK_SIZES``.
     """
+    if values.ndim < 1 or values.dtype != np.int8 or not values.shape[-1]:
+        raise ValueError(f"values must be int8 with rows of columns, got {values.dtype} {list(values.shape)}")
     *row_shape, depth = values.shape
     for name, array in (("scales", scales), ("offsets", offsets)):
         if array is None:
             continue
+        if array.dtype != np.float32:
+            raise ValueError(f"{name} must be float32, got {array.dtype}")
         if array.shape[:-1] != tuple(row_shape) or depth not in [size * array.shape[-1] for size in BLOCK_SIZES]:
             raise ValueError(
                 f"{name} must have shape {[*row_shape, depth]} with {' or '.join(map(str, BLOCK_SIZES))} times fewer "
@@ -83,9 +88,10 @@ def block_weight(values: np.ndarray, scales: np.ndarray, offsets: np.ndarray | N
         raise ValueError(f"offsets must have the shape of scales, {list(scales.shape)}, got {list(offsets.shape)}")
 
     def in_panels(array: np.ndarray) -> np.ndarray:
-        rows = array.reshape(-1, array.shape[-1])
+        rows = array.reshape(math.prod(row_shape), array.shape[-1])
         rows = np.pad(rows, ((0, -len(rows) % PANEL_ROWS), (0, 0)))
-        return np.ascontiguousarray(rows.reshape(-1, PANEL_ROWS, rows.shape[1]).swapaxes(1, 2))
+        panels = rows.reshape(len(rows) // PANEL_ROWS, PANEL_ROWS, rows.shape[1])
+        return np.ascontiguousarray(panels.swapaxes(1, 2))
 
     parts = (in_panels(values), in_panels(scales), None if offsets is None else in_panels(offsets))
     return BlockWeight(*parts, tuple(row_shape))  # pyright: ignore[reportArgumentType]
@@ -95,7 +101,8 @@ def real_panels(
     values: Int8[Array, "P D R"], scales: Float[Array, "P B R"], offsets: Float[Array, "P B R"] | None
 ) -> Float[Array, "P D R"]:
     """The numbers that a weight in blocks stands for, in its panels."""
-    blocks = values.reshape(*scales.shape[:2], -1, values.shape[-1]).astype(jnp.float32) * scales[:, :, None]
+    block_size = values.shape[1] // scales.shape[1]
+    blocks = values.reshape(*scales.shape[:2], block_size, values.shape[-1]).astype(jnp.float32) * scales[:, :, None]
     return (blocks if offsets is None else blocks + offsets[:, :, None]).reshape(values.shape)
 
 
@@ -113,4 +120,5 @@ def real_rows(weight: BlockWeight, rows: Int[Array, " N"]) -> Float[Array, "N D"
 def dequantize(weight: BlockWeight) -> Float[Array, "..."]:
     """What ``weight`` stands for, in float32."""
     panels = real_panels(weight.values, weight.scales, weight.offsets)
-    return panels.swapaxes(1, 2).reshape(-1, weight.shape[-1])[: weight.num_rows].reshape(weight.shape)
+    rows = panels.swapaxes(1, 2).reshape(len(panels) * PANEL_ROWS, weight.shape[-1])
+    return rows[: weight.num_rows].reshape(weight.shape)

@@ -190,6 +190,23 @@ def test_blocks_that_do_not_fit(scales: tuple[int, ...], offsets: tuple[int, ...
         block_weight(np.zeros((3, 64), np.int8), np.ones(scales, np.float32), offsets and np.ones(offsets, np.float32))
 
 
+def test_blocks_of_other_types() -> None:
+    values, scales = np.zeros((3, 64), np.int8), np.ones((3, 2), np.float32)
+    with pytest.raises(ValueError, match=r"values must be int8 with rows of columns, got int32 \[3, 64\]"):
+        block_weight(values.astype(np.int32), scales)
+    with pytest.raises(ValueError, match="values must be int8"):
+        block_weight(values[:, :0], scales[:, :0])
+    with pytest.raises(ValueError, match="scales must be float32, got float64"):
+        block_weight(values, scales.astype(np.float64))
+
+
+@pytest.mark.parametrize("implementation", [NATIVE, *IMPLEMENTATIONS[1:]])
+def test_blocks_without_rows(implementation: str) -> None:
+    weight = blocks((2, (0,), 64), 32, True)
+    assert dequantize(weight).shape == (0, 64)
+    assert product(implementation, jnp.ones((2, 64)), weight).shape == (2, 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

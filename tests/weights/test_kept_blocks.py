@@ -10,6 +10,7 @@ import pytest
 from cpp import needs_compiler
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.engine.build import tell_of_native_kernels
 from jaxpage.models.registry import build_config
 from jaxpage.parallel.placement import ON_ONE_DEVICE
 from jaxpage.weights.loader import load_params
@@ -68,3 +69,12 @@ def test_where_nothing_multiplies_blocks_an_engine_makes_them_real(
     assert any(" of float32 weights" in record.getMessage() for record in caplog.records)
     [output] = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=1))
     assert output.outputs[0].text == " Paris"
+
+
+def test_a_start_says_that_there_are_no_cpp_kernels_and_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JAXPAGE_NATIVE", "0")
+    with caplog.at_level(logging.INFO, "jaxpage"):
+        tell_of_native_kernels()
+    assert "No C++ kernels (JAXPAGE_NATIVE=0 is set): XLA does their work" in caplog.text
