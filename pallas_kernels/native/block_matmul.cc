@@ -111,9 +111,8 @@ ffi::Error block_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi:
     multiply(pool, x.typed_data<float>(), w, y->typed_data<float>(), tokens);
     return ffi::Error::Success();
   }
-  std::vector<float> wide(tokens * w.depth), result(tokens * w.panels * kPanel);
-  const auto* narrow = reinterpret_cast<const BFloat16*>(x.untyped_data());
-  for (size_t i = 0; i < wide.size(); ++i) wide[i] = narrow[i].value();
+  const std::vector<float> wide = widened(x, tokens * w.depth);
+  std::vector<float> result(tokens * w.panels * kPanel);
   multiply(pool, wide.data(), w, result.data(), tokens);
   auto* rounded = reinterpret_cast<BFloat16*>(y->untyped_data());
   for (size_t i = 0; i < result.size(); ++i) rounded[i] = BFloat16(result[i]);

@@ -126,9 +126,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   if (x.element_type() == ffi::F32) {
     multiply(pool, x.typed_data<float>(), weight, y->typed_data<float>(), tokens);
   } else {
-    std::vector<float> wide(tokens * depth);
-    const auto* narrow = reinterpret_cast<const BFloat16*>(x.untyped_data());
-    for (int64_t i = 0; i < tokens * depth; ++i) wide[i] = narrow[i].value();
+    const std::vector<float> wide = widened(x, tokens * depth);
     multiply(pool, wide.data(), weight, reinterpret_cast<BFloat16*>(y->untyped_data()), tokens);
   }
   return ffi::Error::Success();
